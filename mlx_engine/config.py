@@ -1,0 +1,52 @@
+"""The engine's configuration: one validated, frozen model, shared by the server, the benches and the tests."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+EMBEDDED_MODEL = "embedded"
+
+
+class EngineConfig(BaseModel):
+    """What an engine is built from. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(
+        EMBEDDED_MODEL, description="'embedded' (SmolLM2-135M-Instruct), a folder, a .gguf file or a Hugging Face id"
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="type of weights and K/V; auto is float32 on CPU, the model's own on a GPU"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; the model's own if null")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks; from memory if null")
+    kv_memory_fraction: float = Field(
+        0.5, gt=0, le=1, description="share of the memory left after weights and activations that KV may take"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens in a step, prefill and decode together")
+    max_prefill_chunk: int | None = Field(
+        None, ge=1, description="most prefill tokens of one request in a step; the token budget if null"
+    )
+    scheduler: str = Field("fcfs", description="scheduler policy, by entry-point name")
+    scheduler_options: dict[str, Any] = Field(default_factory=dict, description="the policy's own arguments")
+    kv_manager: str = Field("paged", description="KV manager, by entry-point name")
+    kv_manager_options: dict[str, Any] = Field(default_factory=dict, description="the manager's own arguments")
+    prefix_cache: str = Field("radix", description="prefix cache, by entry-point name; 'none' turns it off")
+    prefix_cache_options: dict[str, Any] = Field(default_factory=dict, description="the cache's own arguments")
+    attention_backend: str = Field("gather", description="attention backend, by entry-point name")
+    attention_backend_options: dict[str, Any] = Field(default_factory=dict, description="the backend's own arguments")
+    overlap: bool = Field(True, description="build the next step while this one runs")
+    seed: int = Field(0, description="seed of the sampling of requests that bring none")
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> EngineConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request decodes one token a step"
+            )
+        return self
