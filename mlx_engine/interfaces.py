@@ -162,6 +162,9 @@ class PrefixCache(ABC):
     def num_evictable_blocks(self) -> int:
         """Blocks that evict() could give back, counting leaves and what they uncover."""
 
+    def check_integrity(self) -> None:  # noqa: B027
+        """Raises IntegrityError if the cache's own bookkeeping disagrees with itself. Optional; may be slow."""
+
 
 class LayerKVView(Protocol):
     """One layer's K/V for one step: what an mlx-lm model is given as that layer's `cache`.
@@ -199,7 +202,14 @@ class AttentionBackend(Protocol):
 
 
 class StepHandle(Protocol):
-    """A step that was handed to the device."""
+    """A step that was built but may not have started."""
+
+    def launch(self) -> None:
+        """Hands the step to the device. Called once, after the step before has been waited for.
+
+        Pools are updated in place only when no running step holds them, so a step is built while the one
+        before runs and launched as soon as that one is done.
+        """
 
     def wait(self) -> ModelRunnerOutput:
         """Blocks until the step's samples are on the host. Called once, on the engine thread."""
@@ -209,7 +219,8 @@ class ModelRunner(Protocol):
     """Runs one forward pass and samples."""
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
-        """Starts the step and returns at once: the next step may be built while this one runs."""
+        """Builds the step and returns at once. Decode tokens that are not on the host yet (empty `token_ids`)
+        are the samples of the step built just before, taken on the device."""
 
     def dispatch_counts(self) -> Mapping[str, int]:
         """How often each attention path ran, by name."""

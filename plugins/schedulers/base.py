@@ -1,0 +1,70 @@
+"""What the built-in schedulers share: block estimates, a total order by age, and who goes when blocks are short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mlx_engine.types import RequestView, ScheduledRequest, SchedulerView, cdiv
+
+# Every policy orders requests by a key that never changes while the request lives. The first in that order is
+# never preempted, so it finishes; then the next is first: no livelock, whatever the pool's size.
+Key = Callable[[RequestView], tuple[Any, ...]]
+
+
+def by_arrival(request: RequestView) -> tuple[float, str]:
+    """Oldest first; ties by id, so that the order is total."""
+    return (request.arrival_time, request.request_id)
+
+
+def propose(requests: Iterable[RequestView]) -> list[ScheduledRequest]:
+    """All that is left of each request, in order; the Scheduler cuts to budget and chunk."""
+    return [
+        ScheduledRequest(request.request_id, request.num_uncomputed_tokens)
+        for request in requests
+        if request.num_uncomputed_tokens > 0
+    ]
+
+
+def split_running(view: SchedulerView) -> tuple[list[RequestView], list[RequestView]]:
+    """The running requests that decode, and those still in prefill, each in order of admission."""
+    decodes = [request for request in view.running if request.is_decoding]
+    prefills = [request for request in view.running if not request.is_decoding]
+    return decodes, prefills
+
+
+def missing_blocks(view: SchedulerView, request: RequestView) -> int:
+    """Blocks that the request's known tokens still need. An upper bound: a prefix match would lower it."""
+    return cdiv(request.num_tokens, view.block_size) - cdiv(request.num_computed_tokens, view.block_size)
+
+
+def held_blocks(view: SchedulerView, request: RequestView) -> int:
+    """Blocks that a running request holds, about: the table may be ahead of what is computed."""
+    return cdiv(request.num_computed_tokens, view.block_size)
+
+
+def admissible(view: SchedulerView, waiting: Sequence[RequestView]) -> Iterator[RequestView]:
+    """The waiting requests to propose, in the order given, for the slots that are free.
+
+    The first is always proposed. Those behind it only as long as everyone before them fits into the free blocks:
+    the Scheduler skips what it can't place, so proposing small requests behind a large one that doesn't fit would
+    let them take each block that comes free, and starve it.
+    """
+    slots = view.max_num_seqs - len(view.running)
+    free = view.num_free_blocks - sum(missing_blocks(view, request) for request in view.running)
+    for request in waiting[: max(slots, 0)]:
+        yield request
+        free -= missing_blocks(view, request)
+        if free < 0:
+            return
+
+
+def last_not_before(view: SchedulerView, request_id: str, key: Key) -> str | None:
+    """The victim that lets a running request grow: the last in order, never one ahead of it, maybe itself.
+
+    None if the request isn't running: whoever waits goes on waiting.
+    """
+    requester = next((request for request in view.running if request.request_id == request_id), None)
+    if requester is None:
+        return None
+    return max(view.running, key=key).request_id
