@@ -43,6 +43,11 @@ def held_blocks(view: SchedulerView, request: RequestView) -> int:
     return cdiv(request.num_computed_tokens, view.block_size)
 
 
+def free_after_running(view: SchedulerView) -> int:
+    """Free blocks beyond those that the running requests need for their known tokens; may be negative."""
+    return view.num_free_blocks - sum(missing_blocks(view, request) for request in view.running)
+
+
 def admissible(view: SchedulerView, waiting: Sequence[RequestView]) -> Iterator[RequestView]:
     """The waiting requests to propose, in the order given, for the slots that are free.
 
@@ -51,7 +56,7 @@ def admissible(view: SchedulerView, waiting: Sequence[RequestView]) -> Iterator[
     let them take each block that comes free, and starve it.
     """
     slots = view.max_num_seqs - len(view.running)
-    free = view.num_free_blocks - sum(missing_blocks(view, request) for request in view.running)
+    free = free_after_running(view)
     for request in waiting[: max(slots, 0)]:
         yield request
         free -= missing_blocks(view, request)

@@ -7,7 +7,14 @@ from typing import ClassVar
 
 from mlx_engine.interfaces import SchedulerPolicy
 from mlx_engine.types import ScheduledRequest, SchedulerView
-from plugins.schedulers.base import admissible, by_arrival, last_not_before, propose, split_running
+from plugins.schedulers.base import (
+    admissible,
+    by_arrival,
+    free_after_running,
+    last_not_before,
+    propose,
+    split_running,
+)
 
 
 class FCFSScheduler(SchedulerPolicy):
@@ -18,7 +25,9 @@ class FCFSScheduler(SchedulerPolicy):
     def schedule(self, view: SchedulerView) -> Sequence[ScheduledRequest]:
         """Running decodes, running prefills by arrival, and as many waiting requests as there are slots."""
         decodes, prefills = split_running(view)
-        waiting = sorted(view.waiting, key=by_arrival)
+        # With no block to spare, a newcomer would only be preempted by those ahead of it, its prefill wasted.
+        has_room = not view.running or free_after_running(view) > 0
+        waiting = sorted(view.waiting, key=by_arrival) if has_room else []
         return propose([*decodes, *sorted(prefills, key=by_arrival), *admissible(view, waiting)])
 
     def select_victim(self, view: SchedulerView, request_id: str) -> str | None:
