@@ -24,7 +24,6 @@ class WaveScheduler(SchedulerPolicy):
 
     def schedule(self, view: SchedulerView) -> Sequence[ScheduledRequest]:
         """Everyone of the wave: decodes, then prefills; a new wave when the last one has finished."""
-        self._wave &= {request.request_id for request in (*view.running, *view.waiting)}
         if not self._wave and not view.running:
             self._wave = {request.request_id for request in _next_wave(view)}
         decodes, prefills = split_running(view)
@@ -37,7 +36,7 @@ class WaveScheduler(SchedulerPolicy):
         return last_not_before(view, request_id, by_arrival)
 
     def on_request_finished(self, request: RequestView) -> None:
-        """Takes it out of the wave: its id may be used again before the next step."""
+        """Takes it out of the wave. A view may leave out a request whose last token is in flight, so this counts."""
         self._wave.discard(request.request_id)
 
 
