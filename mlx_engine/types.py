@@ -230,6 +230,22 @@ class LayerKVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was built: fixed from start-up on."""
+
+    model_name: str
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_tokens_per_request: int  # the context length, or what the pool holds if that is less
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    policies: Mapping[str, str] = field(default_factory=dict)  # seam to plugin name
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges of the engine, for metrics, /health and tests. Counters only grow."""
 

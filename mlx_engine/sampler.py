@@ -1,0 +1,114 @@
+"""The batched sampler: every row's next token in one device computation.
+
+A row draws one uniform number, from a hash of its request's seed and the position in its output, and takes the token
+at which the cumulated probability passes it. The draw thus depends on nothing else in the batch. Filters are found as
+thresholds on the logits by bisection, which needs no sort of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_engine.mathops import fast_exp
+from mlx_engine.types import SamplingParams, ScheduledSequence
+
+# Bisection halves a range of 60 nats this often: what remains is below a float32's rounding of a logit.
+_BISECTIONS = 26
+_RANGE = 60.0
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the seed and the position in the output only."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The options of the rows of a step that sample, as arrays; rows that are greedy are not in it."""
+
+    rows: mx.array  # [R] indices into the step's samples
+    uniforms: mx.array  # [R, 1] float32 in [0, 1)
+    temperatures: mx.array  # [R, 1]
+    top_k: mx.array | None  # [R, 1] float32 counts; None: no row uses it
+    top_p: mx.array | None  # [R, 1]
+    log_min_p: mx.array | None  # [R, 1] natural logarithms
+
+
+def build_sampling_batch(sequences: Sequence[ScheduledSequence], vocab_size: int) -> SamplingBatch | None:
+    """The options of the rows that are not greedy, or None if all are."""
+    rows = [i for i, seq in enumerate(sequences) if not seq.sampling.is_greedy]
+    if not rows:
+        return None
+    chosen = [sequences[i] for i in rows]
+    params = [seq.sampling for seq in chosen]
+    draws = [uniform(seq.seed, seq.num_output_tokens) for seq in chosen]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    return SamplingBatch(
+        rows=mx.array(np.asarray(rows, np.uint32)),
+        uniforms=_column(draws),
+        temperatures=_column([p.temperature for p in params]),
+        top_k=_column(top_k) if any(k < vocab_size for k in top_k) else None,
+        top_p=_column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
+        log_min_p=_column([_log(p) for p in params]) if any(p.min_p > 0 for p in params) else None,
+    )
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(np.asarray(values, np.float32)[:, None])
+
+
+def _log(params: SamplingParams) -> float:
+    return float(np.log(params.min_p)) if params.min_p > 0 else -2 * _RANGE
+
+
+def sample(logits: mx.array, batch: SamplingBatch | None) -> mx.array:
+    """Token ids [S] uint32 for logits [S, V]: the best of each row, or a draw for the rows of `batch`.
+
+    Temperature first, then min-p, top-k and top-p, each over what the ones before have left (vLLM's order).
+    """
+    best = mx.argmax(logits, axis=-1)
+    if batch is None:
+        return best
+    best[batch.rows] = _draw(logits[batch.rows].astype(mx.float32), batch)
+    return best
+
+
+def _draw(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    # Centred before scaling, so that a tiny temperature gives -inf beside 0, never inf - inf.
+    x = (logits - logits.max(axis=-1, keepdims=True)) / mx.maximum(batch.temperatures, 1e-5)
+    x = mx.maximum(x, -_RANGE)
+    weights = fast_exp(x)
+    if batch.log_min_p is not None:
+        weights = weights * (x >= batch.log_min_p)
+    if batch.top_k is not None:
+        kept = (weights > 0).astype(mx.float32)
+        weights = weights * (x >= _threshold(x, kept, batch.top_k))
+    if batch.top_p is not None:
+        mass = batch.top_p * weights.sum(axis=-1, keepdims=True)
+        weights = weights * (x >= _threshold(x, weights, mass))
+    cumulated = mx.cumsum(weights, axis=-1)
+    total = cumulated[:, -1:]
+    # Below the total even when rounding says otherwise, so that the token found always has weight.
+    target = mx.minimum(batch.uniforms * total, total * (1 - 2**-22))
+    return (cumulated <= target).sum(axis=-1).astype(mx.uint32)
+
+
+def _threshold(x: mx.array, amounts: mx.array, wanted: mx.array) -> mx.array:
+    """The largest t [R, 1] for which the amounts where x >= t sum to `wanted` or more.
+
+    Keeps the fewest tokens that reach the amount; tokens equal to the last one kept are kept too.
+    """
+    low = mx.full(wanted.shape, -_RANGE)  # everything is at or above it
+    high = mx.full(wanted.shape, 1e-3)  # nothing is
+    for _ in range(_BISECTIONS):
+        middle = (low + high) * 0.5
+        enough = (amounts * (x >= middle)).sum(axis=-1, keepdims=True) >= wanted
+        low = mx.where(enough, middle, low)
+        high = mx.where(enough, high, middle)
+    return low

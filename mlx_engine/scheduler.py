@@ -1,0 +1,466 @@
+"""The Scheduler: turns a policy's proposals into a step, and a step's results into finished requests.
+
+Policies propose over frozen views; this class disposes. It clamps proposals to the budget and to what each request
+needs, gets blocks from the KVCacheManager, asks the policy for victims when they run out, and drops what makes no
+sense, so that a bad policy is slow but never corrupting.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlx_engine.errors import IntegrityError
+from mlx_engine.interfaces import KVCacheManager, SchedulerPolicy
+from mlx_engine.types import (
+    CacheKey,
+    EngineStats,
+    FinishReason,
+    ModelRunnerOutput,
+    PrefixMatch,
+    Request,
+    RequestOutput,
+    RequestView,
+    ScheduledRequest,
+    ScheduledSequence,
+    SchedulerOutput,
+    SchedulerView,
+)
+
+logger = logging.getLogger(__name__)
+
+# A waiting request that can't get its blocks may be overtaken by this many admissions of later proposals; after
+# that nobody is admitted before it. Small requests use the gaps, and large ones don't starve.
+MAX_OVERTAKES = 32
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One request in progress. Owned by the Scheduler; nobody else keeps one."""
+
+    request: Request
+    key: CacheKey
+    seed: int
+    max_total_tokens: int  # prompt and output together
+    arrival_time: float
+    token_ids: list[int]  # prompt and output known to the host
+    # Sampled, but the value is still on the device: at most 1 when a step is scheduled, 2 until the step before
+    # it has been waited for.
+    num_pending_tokens: int = 0
+    num_computed_tokens: int = 0  # K/V in the pool, the step in flight included
+    running: bool = False
+    finished: bool = False
+    epoch: int = 0  # counts preemptions: results of an older epoch fill no blocks
+    num_cached_tokens: int | None = None  # at first admission
+    num_overtakes: int = 0
+    first_scheduled_time: float | None = None
+    last_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    view: RequestView | None = None  # cached while nothing changes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether the step in flight gives its last token: nothing more to schedule, only to wait."""
+        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
+
+    def to_view(self) -> RequestView:
+        if self.view is None:
+            request = self.request
+            self.view = RequestView(
+                request_id=request.request_id,
+                arrival_time=self.arrival_time,
+                priority=request.priority,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_tokens=self.num_tokens,
+                num_computed_tokens=self.num_computed_tokens,
+                num_output_tokens=self.num_output_tokens,
+                max_tokens=self.max_total_tokens - len(request.prompt_token_ids),
+                num_preemptions=self.epoch,
+                last_scheduled_time=self.last_scheduled_time,
+            )
+        return self.view
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A sequence's place in a step: what is needed to apply the result later."""
+
+    state: SequenceState
+    epoch: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """A scheduled step and the bookkeeping that its result needs."""
+
+    output: SchedulerOutput
+    slots: tuple[_Slot, ...]
+
+
+@dataclass(slots=True)
+class _Counters:
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefill_tokens: int = 0
+    generation_tokens: int = 0
+    wasted_tokens: int = 0
+    rejected_proposals: int = 0
+    stalled_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The step being put together."""
+
+    budget: int
+    slots: dict[str, _Slot] = field(default_factory=dict)
+    blocked: SequenceState | None = None  # the first waiting request that got no blocks in this step
+
+
+class Scheduler:
+    """Owns every request from arrival to end, and decides each step."""
+
+    def __init__(
+        self,
+        policy: SchedulerPolicy,
+        kv: KVCacheManager,
+        *,
+        model_name: str,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_prefill_chunk: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._policy = policy
+        self._kv = kv
+        self._model_name = model_name
+        self._eos = eos_token_ids
+        self._max_total = min(max_model_len, kv.max_tokens_per_request)
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._budget = max_num_batched_tokens
+        self._chunk = max_prefill_chunk or max_num_batched_tokens
+        self._random = random.Random(seed)
+        self._states: dict[str, SequenceState] = {}
+        self._running: dict[str, SequenceState] = {}
+        self._waiting: dict[str, SequenceState] = {}
+        self._counters = _Counters()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens, prompt and output together, that one request may reach."""
+        return self._max_total
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Queues a request that fits: its prompt leaves room for one token, and its id is new."""
+        sampling = request.sampling
+        num_prompt = len(request.prompt_token_ids)
+        self._states[request.request_id] = self._waiting[request.request_id] = SequenceState(
+            request=request,
+            key=CacheKey(self._model_name, None, request.cache_salt),
+            seed=sampling.seed if sampling.seed is not None else self._random.getrandbits(63),
+            max_total_tokens=min(num_prompt + sampling.max_tokens, self._max_total),
+            arrival_time=request.arrival_time if request.arrival_time is not None else now,
+            token_ids=list(request.prompt_token_ids),
+        )
+
+    def abort_request(self, request_id: str) -> bool:
+        """Ends a request at once and frees its blocks; False if there is none of that id."""
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        self._finish(state)
+        self._counters.aborted += 1
+        return True
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float, *, must_progress: bool = True) -> Step | None:
+        """Decides the next step, or None when nothing can run now.
+
+        `must_progress` says that no step is in flight: if the policy then starts nothing, its proposals are replaced
+        by arrival order, and blocks are taken from the last admitted, so that no policy can hang the engine. Raises
+        IntegrityError if even that starts nothing: the KV manager can't hold a request that it said would fit.
+        """
+        view = self._view(now)
+        if not view.running and not view.waiting:
+            return None
+        plan = self._fill(self._policy.schedule(view), now)
+        if not plan.slots and must_progress:
+            plan = self._fill_stalled(now)
+        if not plan.slots:
+            return None
+        self._counters.steps += 1
+        return self._commit(plan, now)
+
+    def _fill_stalled(self, now: float) -> _Plan:
+        self._counters.stalled_steps += 1
+        logger.warning("the scheduler policy moved no request although none is in flight; using arrival order")
+        while True:
+            view = self._view(now)
+            plan = self._fill([ScheduledRequest(r.request_id, r.num_tokens) for r in (*view.running, *view.waiting)], now)
+            if plan.slots:
+                return plan
+            if not self._running:
+                raise IntegrityError(
+                    f"no request can start in an empty pool of {self._num_blocks} blocks: the KV manager refuses "
+                    "an allocation within its own max_tokens_per_request"
+                )
+            self._preempt(next(reversed(self._running.values())), plan)
+
+    def _view(self, now: float) -> SchedulerView:
+        return SchedulerView(
+            now=now,
+            step=self._counters.steps,
+            waiting=tuple(s.to_view() for s in self._waiting.values()),
+            running=tuple(s.to_view() for s in self._running.values() if not s.awaits_last_token),
+            token_budget=self._budget,
+            max_num_seqs=self._max_num_seqs,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+        )
+
+    def _fill(self, proposals: Sequence[ScheduledRequest], now: float) -> _Plan:
+        plan = _Plan(self._budget)
+        seen: set[str] = set()
+        for proposal in proposals:
+            if plan.budget == 0:
+                break
+            state = self._states.get(proposal.request_id)
+            if state is None or proposal.request_id in seen or proposal.num_tokens < 1:
+                self._counters.rejected_proposals += 1
+                continue
+            seen.add(proposal.request_id)
+            # Preempted while its token is on the device: it can come back once the host knows the token.
+            if state.awaits_last_token or (not state.running and state.num_pending_tokens):
+                continue
+            if not state.running and not self._admit(state, plan, now):
+                continue
+            self._take(state, proposal.num_tokens, plan, now)
+        return plan
+
+    def _admit(self, state: SequenceState, plan: _Plan, now: float) -> bool:
+        """Gives a waiting request its blocks, enough for all tokens it has so far. False: it stays waiting."""
+        if len(self._running) >= self._max_num_seqs:
+            return False
+        if plan.blocked is not None and plan.blocked.num_overtakes >= MAX_OVERTAKES:
+            return False
+        request_id = state.request.request_id
+        # Matched again after each preemption: a victim's own blocks may have been evicted for this allocation.
+        while True:
+            match = self._kv.get_computed_blocks(request_id, state.token_ids, state.key)
+            if self._kv.allocate_slots(request_id, state.num_tokens, match):
+                break
+            if not self._preempt_for(request_id, plan, now):
+                if plan.blocked is None:
+                    plan.blocked = state
+                return False
+        if plan.blocked is not None:
+            plan.blocked.num_overtakes += 1
+        self._start(state, match)
+        return True
+
+    def _start(self, state: SequenceState, match: PrefixMatch) -> None:
+        request_id = state.request.request_id
+        del self._waiting[request_id]
+        self._running[request_id] = state
+        state.running = True
+        state.view = None
+        state.num_computed_tokens = match.num_tokens
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = match.num_tokens
+            self._counters.prompt_tokens += len(state.request.prompt_token_ids)
+            self._counters.prefix_hit_tokens += match.num_tokens
+
+    def _take(self, state: SequenceState, wanted: int, plan: _Plan, now: float) -> None:
+        """Puts a running request into the step, if blocks can be had for it."""
+        request_id = state.request.request_id
+        remaining = state.num_tokens - state.num_computed_tokens
+        num_tokens = min(wanted, remaining, plan.budget, self._chunk)
+        end = state.num_computed_tokens + num_tokens
+        while not self._kv.allocate_slots(request_id, end):
+            if not self._preempt_for(request_id, plan, now) or not state.running:
+                return
+        plan.slots[request_id] = _Slot(
+            state, state.epoch, state.num_computed_tokens, num_tokens, samples=end == state.num_tokens
+        )
+        plan.budget -= num_tokens
+
+    def _preempt_for(self, request_id: str, plan: _Plan, now: float) -> bool:
+        """Lets the policy name a victim, and preempts it. False: nobody is to make room."""
+        victim_id = self._policy.select_victim(self._view(now), request_id)
+        if victim_id is None:
+            return False
+        victim = self._running.get(victim_id)
+        if victim is None or victim.awaits_last_token:
+            self._counters.rejected_proposals += 1
+            return False
+        self._preempt(victim, plan)
+        return True
+
+    def _preempt(self, victim: SequenceState, plan: _Plan) -> None:
+        """Takes a running request's blocks and puts it at the head of the queue, to be computed again."""
+        victim_id = victim.request.request_id
+        slot = plan.slots.pop(victim_id, None)
+        if slot is not None:
+            plan.budget += slot.num_tokens
+        self._kv.free(victim_id)
+        del self._running[victim_id]
+        victim.running = False
+        victim.num_computed_tokens = 0
+        victim.epoch += 1
+        victim.view = None
+        self._waiting = {victim_id: victim, **self._waiting}
+        self._counters.preemptions += 1
+
+    def _commit(self, plan: _Plan, now: float) -> Step:
+        sequences = []
+        for request_id, slot in plan.slots.items():
+            state = slot.state
+            end = slot.start + slot.num_tokens
+            sequences.append(
+                ScheduledSequence(
+                    request_id=request_id,
+                    start=slot.start,
+                    num_tokens=slot.num_tokens,
+                    token_ids=state.token_ids[slot.start : end],
+                    block_table=self._kv.block_table(request_id),
+                    samples=slot.samples,
+                    num_output_tokens=state.num_output_tokens,
+                    sampling=state.request.sampling,
+                    seed=state.seed,
+                )
+            )
+            if end <= len(state.request.prompt_token_ids):
+                self._counters.prefill_tokens += slot.num_tokens
+            state.num_computed_tokens = end
+            state.num_pending_tokens += slot.samples
+            state.last_scheduled_time = now
+            if state.first_scheduled_time is None:
+                state.first_scheduled_time = now
+            state.view = None
+        return Step(SchedulerOutput(self._counters.steps, tuple(sequences)), tuple(plan.slots.values()))
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, step: Step, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
+        """Applies a step's samples: appends tokens, caches whole blocks, ends what is done."""
+        outputs = []
+        for slot in step.slots:
+            state = slot.state
+            if state.finished:  # ended or aborted after the step was built: its sample is dropped
+                self._counters.wasted_tokens += slot.samples
+                continue
+            if slot.samples:
+                outputs.append(self._append(slot, result.sampled_token_ids, now))
+            if not state.finished:
+                self._cache(slot)
+        return outputs
+
+    def _append(self, slot: _Slot, sampled: Mapping[str, int], now: float) -> RequestOutput:
+        state = slot.state
+        sampling = state.request.sampling
+        token = sampled[state.request.request_id]
+        state.token_ids.append(token)
+        state.num_pending_tokens -= 1
+        state.view = None
+        self._counters.generation_tokens += 1
+        if state.first_token_time is None:
+            state.first_token_time = now
+        stops = token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
+        reason = None
+        if stops:
+            reason = FinishReason.STOP
+        elif len(state.token_ids) >= state.max_total_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._cache(slot)
+            self._finish(state)
+            self._counters.finished += 1
+        return RequestOutput(
+            request_id=state.request.request_id,
+            new_token_ids=() if stops else (token,),
+            finish_reason=reason,
+            num_prompt_tokens=len(state.request.prompt_token_ids),
+            num_cached_tokens=state.num_cached_tokens or 0,
+            num_output_tokens=len(state.token_ids) - len(state.request.prompt_token_ids),
+            arrival_time=state.arrival_time,
+            first_scheduled_time=state.first_scheduled_time,
+            first_token_time=state.first_token_time,
+            num_preemptions=state.epoch,
+        )
+
+    def _cache(self, slot: _Slot) -> None:
+        state = slot.state
+        end = slot.start + slot.num_tokens
+        if slot.epoch == state.epoch and end // self._block_size > slot.start // self._block_size:
+            self._kv.cache_blocks(state.request.request_id, state.token_ids[:end], state.key)
+
+    def _finish(self, state: SequenceState) -> None:
+        request_id = state.request.request_id
+        view = state.to_view()
+        state.finished = True
+        del self._states[request_id]
+        self._waiting.pop(request_id, None)
+        self._running.pop(request_id, None)
+        self._kv.free(request_id)
+        self._policy.on_request_finished(view)
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if the KV memory's books don't balance."""
+        self._kv.check_integrity()
+
+    def stats(self, dispatch: Mapping[str, int]) -> EngineStats:
+        """The figures of this moment."""
+        c = self._counters
+        return EngineStats(
+            steps=c.steps,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv=self._kv.usage(),
+            num_preemptions=c.preemptions,
+            num_finished=c.finished,
+            num_aborted=c.aborted,
+            prompt_tokens=c.prompt_tokens,
+            prefix_hit_tokens=c.prefix_hit_tokens,
+            prefill_tokens=c.prefill_tokens,
+            generation_tokens=c.generation_tokens,
+            wasted_tokens=c.wasted_tokens,
+            rejected_proposals=c.rejected_proposals,
+            stalled_steps=c.stalled_steps,
+            dispatch=dict(dispatch),
+        )

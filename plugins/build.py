@@ -1,0 +1,151 @@
+"""Puts an engine together from a configuration: the model, the memory plan, and each policy by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_engine.memory import plan_kv_blocks
+
+from mlx_engine.config import EMBEDDED_MODEL, EngineConfig
+from mlx_engine.engine import Engine
+from mlx_engine.errors import ConfigError
+from mlx_engine.model_runner import MLXModelRunner
+from mlx_engine.models.load import LoadedModel, load_model
+from mlx_engine.models.resolve import resolve_model
+from mlx_engine.paged_model import PagedModel
+from mlx_engine.scheduler import Scheduler
+from mlx_engine.types import EngineInfo
+from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Loads the model and builds the engine on the calling thread, which owns all arrays from then on.
+
+    progress(stage, fraction) is told about "convert" (GGUF files, once), "load", "check" and "allocate".
+    Raises ConfigError, ModelLoadError or PluginError, each saying what to change.
+    """
+    report = progress or _silent
+    # Policies first: a wrong name should not cost a model load.
+    scheduler_policy = create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options)
+    backend = create(ATTENTION_BACKENDS, config.attention_backend, kwargs={}, options=config.attention_backend_options)
+    prefix_cache = create(
+        PREFIX_CACHES,
+        config.prefix_cache,
+        kwargs={"block_size": config.block_size},
+        options=config.prefix_cache_options,
+    )
+    loaded = load_model(resolve_model(config.model, report), config.dtype, report)
+    return _assemble(config, loaded, scheduler_policy, backend, prefix_cache, report)
+
+
+def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
+    """An engine around a model that is loaded already, on the thread that loaded it. For tests and benches."""
+    return _assemble(
+        config,
+        loaded,
+        create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
+        create(ATTENTION_BACKENDS, config.attention_backend, kwargs={}, options=config.attention_backend_options),
+        create(
+            PREFIX_CACHES,
+            config.prefix_cache,
+            kwargs={"block_size": config.block_size},
+            options=config.prefix_cache_options,
+        ),
+        _silent,
+    )
+
+
+def _assemble(
+    config: EngineConfig, loaded: LoadedModel, policy: Any, backend: Any, prefix_cache: Any, report: Progress
+) -> Engine:
+    report("check", 0.0)
+    max_model_len = _max_model_len(config, loaded)
+    model = PagedModel(loaded)
+    activation_bytes = 0
+    if config.num_blocks is None:
+        activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))
+    report("check", 1.0)
+    report("allocate", 0.0)
+    plan = plan_kv_blocks(
+        config,
+        model.layers,
+        dtype_bytes=loaded.dtype.size,
+        block_size=config.block_size,
+        weights_bytes=loaded.weight_bytes,
+        activation_bytes=activation_bytes,
+        max_model_len=max_model_len,
+    )
+    kv = create(
+        KV_MANAGERS,
+        config.kv_manager,
+        kwargs={
+            "num_blocks": plan.num_blocks,
+            "block_size": config.block_size,
+            "prefix_cache": prefix_cache,
+            "max_model_len": max_model_len,
+        },
+        options=config.kv_manager_options,
+    )
+    backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype)
+    report("allocate", 1.0)
+    name = model_name(config)
+    scheduler = Scheduler(
+        policy,
+        kv,
+        model_name=name,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        seed=config.seed,
+    )
+    runner = MLXModelRunner(model, backend, block_size=config.block_size, vocab_size=loaded.vocab_size)
+    info = EngineInfo(
+        model_name=name,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_tokens_per_request=scheduler.max_total_tokens,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        device=mx.default_device().type.name,
+        dtype=str(loaded.dtype).removeprefix("mlx.core."),
+        policies={
+            "scheduler": config.scheduler,
+            "kv_manager": config.kv_manager,
+            "prefix_cache": config.prefix_cache,
+            "attention_backend": config.attention_backend,
+        },
+    )
+    logger.info("engine ready: %s", info)
+    return Engine(scheduler, runner, info, overlap=config.overlap)
+
+
+def model_name(config: EngineConfig) -> str:
+    """What the model is called in cache keys and logs."""
+    return "SmolLM2-135M-Instruct" if config.model == EMBEDDED_MODEL else config.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    if config.max_model_len is None:
+        return loaded.max_model_len
+    if config.max_model_len > loaded.max_model_len:
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but the model was made for {loaded.max_model_len} tokens; "
+            "lower it, or leave it out"
+        )
+    return config.max_model_len
+
+
+def _silent(stage: str, fraction: float) -> None:
+    del stage, fraction
