@@ -114,7 +114,7 @@ def _run(policy: SchedulerPolicy, seed: int, max_preemptions: int) -> list[objec
             break
         if rng.random() < 0.01:
             scheduler.abort_request(f"request-{rng.randrange(30)}")
-        step = scheduler.schedule(now)
+        step = scheduler.schedule(now, must_progress=not in_flight)
         if step is not None:
             in_flight.append(step)
         if in_flight and (len(in_flight) > overlapped or step is None):
