@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_engine.block_pool import external_fragmentation
+from mlx_engine.block_pool import external_fragmentation, free_runs
 from mlx_engine.errors import ConfigError, IntegrityError
 from mlx_engine.interfaces import KVCacheManager, PrefixCache
 from mlx_engine.types import SCRATCH_BLOCK, CacheKey, KVCacheUsage, PrefixMatch, cdiv
@@ -101,8 +101,7 @@ class ContiguousKVManager(KVCacheManager):
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the slabs that could be reserved now; free blocks in gaps too small for one don't count."""
-        gaps = self._free_map.split(_USED)
-        return sum(len(gap) // self._slab_blocks for gap in gaps) * self._slab_blocks
+        return sum(run // self._slab_blocks for run in free_runs(self._free_map)) * self._slab_blocks
 
     @property
     def max_tokens_per_request(self) -> int:
