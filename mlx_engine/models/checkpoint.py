@@ -82,18 +82,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises ModelLoadError naming the file, tensor, layer or key: a missing or damaged config.json, no `model_type`, no
     weights, a shard that the index names and that isn't there, a file cut short, a tensor that isn't in the file that
-    the index says, a quantization override that contradicts what is stored.
+    the index says, or in two files, a quantization override that contradicts what is stored.
     """
     config = _read_config(folder)
     files, weight_map = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in _read_header(folder / file).items():
-            # Where two files hold a tensor, the index decides.
-            if weight_map.get(name, file) == file:
-                tensors[name] = tensor
+            if name in tensors:
+                # mlx-lm would take whichever file it happens to read last.
+                raise ModelLoadError(f"{folder}: tensor {name!r} is in {tensors[name].file} and in {file}")
+            tensors[name] = tensor
     for name, file in weight_map.items():
-        if name not in tensors:
+        if name not in tensors or tensors[name].file != file:
             raise ModelLoadError(f"{folder / file} has no tensor {name!r}, which {_INDEX} says it holds")
     checkpoint = Checkpoint(folder, config, files, tensors)
     _check_overrides(checkpoint)

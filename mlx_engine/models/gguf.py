@@ -77,6 +77,8 @@ def _folder_name(path: Path) -> str:
             stat = part.stat()
             with part.open("rb") as file:
                 digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode() + file.read(1 << 20))
+        except FileNotFoundError:
+            raise ModelLoadError(f"{part} doesn't exist") from None
         except OSError as error:
             raise ModelLoadError(f"{part} can't be read: {error.strerror}") from error
     return f"{parts[0].stem}-{digest.hexdigest()[:16]}"

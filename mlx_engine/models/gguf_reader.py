@@ -153,8 +153,6 @@ def _open(path: Path) -> _Reader:
         return _Reader(path)
     except ModelLoadError:
         raise
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path} doesn't exist") from None
     # A damaged header makes the package raise almost anything.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path} isn't a readable GGUF file, or is truncated in its header: {error}") from error

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_engine import memory
+from mlx_engine.config import EngineConfig
+from mlx_engine.errors import ConfigError
+from mlx_engine.memory import KVPlan, available_memory_bytes, plan_kv_blocks
+from mlx_engine.types import LayerKVSpec
+
+LAYERS = [LayerKVSpec(3, 64, 64)] * 30
+BLOCK = 16 * 30 * 3 * 128 * 4  # bytes
+
+
+def _plan(available: int, max_model_len: int = 1024, weights: int = 0, activation: int = 0, **config: object) -> KVPlan:
+    return plan_kv_blocks(
+        EngineConfig.model_validate(config),
+        LAYERS,
+        dtype_bytes=4,
+        block_size=16,
+        weights_bytes=weights,
+        activation_bytes=activation,
+        max_model_len=max_model_len,
+        available_bytes=available,
+    )
+
+
+def test_bytes_of_a_block_count_keys_values_layers_and_the_scratch_block() -> None:
+    plan = _plan(0, num_blocks=100)
+    assert plan == KVPlan(100, 16, BLOCK, "config")
+    assert (plan.num_tokens, plan.num_bytes) == (1600, 101 * BLOCK)
+    uneven = [LayerKVSpec(2, 192, 128), LayerKVSpec(1, 64, 64)]
+    assert memory.bytes_per_block(uneven, 8, 2) == 8 * 2 * (2 * 320 + 128)
+
+
+def test_pool_takes_the_share_of_what_weights_and_activations_leave() -> None:
+    plan = _plan(1000 * BLOCK, weights=300 * BLOCK, activation=100 * BLOCK, kv_memory_fraction=0.5)
+    assert plan.num_blocks == 299  # and the scratch block: half of 600
+    assert plan.limited_by == "memory"
+    assert _plan(1000 * BLOCK, kv_memory_fraction=1.0).num_bytes == 1000 * BLOCK
+
+
+def test_pool_never_exceeds_what_the_sequences_can_fill() -> None:
+    plan = _plan(10**12, max_model_len=100, max_num_seqs=4, kv_memory_fraction=0.9)
+    assert (plan.num_blocks, plan.limited_by) == (4 * 7, "max_num_seqs")
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's own limit")
+def test_cpu_pool_stays_modest_unless_asked() -> None:
+    plan = _plan(10**12, max_model_len=4096)
+    assert plan.limited_by == "cpu"
+    assert plan.num_bytes <= memory.CPU_DEFAULT_POOL_BYTES
+    assert _plan(10**12, max_model_len=4096, kv_memory_fraction=0.5).num_blocks == 64 * 256
+    # Even then one sequence fits.
+    assert _plan(10**12, max_model_len=200_000).num_blocks == 12_500
+
+
+def test_sequence_that_cannot_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _plan(10**9, max_model_len=8192, weights=5 * 10**8)
+    for words in ("8192", "512 KV blocks", "1.00 GB", "0.50 GB", "max_model_len", "kv_memory_fraction", "0.5"):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="0 fit"):
+        _plan(10**8, weights=5 * 10**8)
+
+
+def test_advice_of_the_refusal_works() -> None:
+    with pytest.raises(ConfigError, match=r"to (\d+) or less") as caught:
+        _plan(300 * BLOCK, max_model_len=8192)
+    advised = int(str(caught.value).split("(to ")[1].split()[0])
+    assert _plan(300 * BLOCK, max_model_len=advised).num_tokens >= advised
+
+
+def _explicit(num_blocks: int, max_model_len: int | None) -> KVPlan:
+    return plan_kv_blocks(
+        EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len),
+        LAYERS,
+        dtype_bytes=4,
+        block_size=16,
+        weights_bytes=0,
+        activation_bytes=0,
+        max_model_len=max_model_len or 8192,
+    )
+
+
+def test_explicit_blocks_that_contradict_an_explicit_length_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks is 32.*512 blocks"):
+        _explicit(32, 8192)
+    assert _explicit(512, 8192).num_blocks == 512
+
+
+def test_explicit_blocks_below_the_models_own_length_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert _explicit(32, None).num_blocks == 32
+    assert "512 tokens" in caplog.text
+
+
+def test_available_memory_is_measured_and_counts_what_mlx_holds() -> None:
+    before = available_memory_bytes()
+    assert 10**8 < before < 10**14
+    held = mx.zeros((64 << 20,), mx.uint8)
+    mx.eval(held)
+    # What moved from free to held is still MLX's to use.
+    assert available_memory_bytes() > before - (48 << 20) or before > 10**11
+
+
+def _host(root: Path, cgroup: str, files: dict[str, str]) -> int:
+    for name, content in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8000000 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    return memory._host_memory_bytes(root)
+
+
+def _v2(group: str, limit: str, used: int) -> dict[str, str]:
+    base = f"sys/fs/cgroup{group}"
+    return {
+        f"{base}/memory.max": f"{limit}\n",
+        f"{base}/memory.current": f"{used}\n",
+        f"{base}/memory.stat": "anon 5\ninactive_file 1000\n",
+    }
+
+
+@pytest.mark.skipif(memory.sys.platform != "linux", reason="control groups are Linux's")
+def test_control_groups_limit_the_memory(tmp_path: Path) -> None:
+    free = 8_000_000 * 1024
+    assert _host(tmp_path / "none", "", {}) == free
+    assert _host(tmp_path / "max", "0::/a\n", _v2("/a", "max", 10**6)) == free
+    assert _host(tmp_path / "v2", "0::/a\n", _v2("/a", str(10**9), 10**8)) == 10**9 - 10**8 + 1000
+    # A limit further up holds as well.
+    nested = _v2("/a/b", "max", 10**6) | _v2("/a", str(10**9), 10**8)
+    assert _host(tmp_path / "up", "0::/a/b\n", nested) == 10**9 - 10**8 + 1000
+    # In a container the path is often the host's, and the limit at the mount.
+    assert _host(tmp_path / "docker", "0::/host/path\n", _v2("", str(10**9), 10**8)) == 10**9 - 10**8 + 1000
+    v1 = {
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{2 * 10**9}",
+        "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{10**9}",
+        "sys/fs/cgroup/memory/a/memory.stat": "total_inactive_file 7\n",
+    }
+    assert _host(tmp_path / "v1", "5:cpu:/a\n4:memory:/a\n", v1) == 10**9 + 7
