@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 # Part of the folder's name. Raise it whenever the folder's content changes for the same file.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 # The config key that marks a folder of ours.
 MARKER = "quire_gguf"
 

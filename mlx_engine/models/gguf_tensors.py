@@ -3,15 +3,18 @@
 MLX's affine quantization says w = scale * q + bias for each group of 32 along a row, with unsigned q. So do these GGUF
 types, once q is shifted to be unsigned:
 
-    Q4_0  w = d * (q - 8)    scale d, bias -8 d      4 bits
-    Q4_1  w = d * q + m      scale d, bias m         4 bits
-    Q8_0  w = d * q          q + 128, bias -128 d    8 bits
+    Q4_0, Q5_0  w = d * (q - 8 or 16)      bias -8 d or -16 d      4, 5 bits
+    Q4_1, Q5_1  w = d * q + m              bias m                  4, 5 bits
+    Q8_0        w = d * q                  q + 128, bias -128 d    8 bits
+    Q4_K, Q5_K  w = d * s * q - dmin * m   scale d s, bias -dmin m 4, 5 bits, s and m in six bits for each group
 
-Everything is numpy: conversion runs in processes that don't own MLX.
+The products fit float16 for the first three rows and float32 for the last, so nothing is rounded. Everything is numpy:
+conversion runs in processes that don't own MLX.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +26,6 @@ from mlx_engine.models.gguf_reader import GGUFTensor
 GROUP_SIZE = 32
 Array = np.ndarray[Any, Any]
 
-_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-
 
 @dataclass(frozen=True, slots=True)
 class MLXTensor:
@@ -35,17 +36,29 @@ class MLXTensor:
     bfloat16: bool = False  # the arrays are uint16 and hold bfloat16
 
 
+@dataclass(frozen=True, slots=True)
+class _Affine:
+    """Rows of groups: scales and biases (rows, groups), quants (rows, groups, 32) below 2**bits."""
+
+    bits: int
+    scales: Array
+    biases: Array
+    quants: Array
+
+
 def convert_tensor(tensor: GGUFTensor, suffix: str, row_order: Array | None = None) -> MLXTensor:
-    """The tensor for MLX. Exact for plain types, Q4_0, Q4_1 and Q8_0; other types become float16.
+    """The tensor for MLX. Exact for plain types and those of the table above; other types become float16.
 
     row_order, if given, lists for each row of the result the tensor's row that it comes from.
     """
     data = tensor.data if row_order is None else tensor.data[row_order]
     kind = tensor.type.name
-    if suffix == "weight" and len(tensor.shape) == 2 and kind in _BITS:
-        packed = _repack(kind, np.ascontiguousarray(data))
-        if packed is not None:
-            return packed
+    if suffix == "weight" and len(tensor.shape) == 2 and kind in _AFFINE:
+        _, type_size = gguf.GGML_QUANT_SIZES[tensor.type]
+        affine = _AFFINE[kind](np.ascontiguousarray(data).reshape(len(data), -1, type_size))
+        # Only a power of two times a float16 can overflow; then the tensor is kept dense.
+        if np.isfinite(affine.biases).all():
+            return _packed(affine)
     if kind == "BF16":
         # The reader gives raw bytes, and numpy has no bfloat16.
         shape = (len(data), *tensor.shape[1:]) if len(tensor.shape) > 1 else tensor.shape
@@ -66,27 +79,81 @@ def _dense(tensor: GGUFTensor, data: Array) -> Array:
     return values.astype(np.float16)
 
 
-def _repack(kind: str, data: Array) -> MLXTensor | None:
-    """The affine form of quantized rows, uint8 (rows, bytes); None if float16 can't hold a bias exactly."""
-    _, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rows = len(data)
-    blocks = data.reshape(rows, -1, type_size)
-    scales = _halves(blocks, 0)
-    bits = _BITS[kind]
-    # Powers of two times a float16 are exact unless they overflow.
-    if kind == "Q4_1":
-        biases, quants = _halves(blocks, 2), _nibbles(blocks[..., 4:])
-    elif kind == "Q4_0":
-        biases, quants = _times(scales, -8), _nibbles(blocks[..., 2:])
-    else:
-        biases, quants = _times(scales, -128), blocks[..., 2:] ^ 0x80  # two's complement to offset binary
-    if not np.isfinite(biases).all():
-        return None
-    values = quants.reshape(rows, -1)
-    if bits == 4:
-        values = values[:, 0::2] | (values[:, 1::2] << 4)
+def _packed(affine: _Affine) -> MLXTensor:
+    """MLX packs a row's values one after the other, lowest bits first, into 32-bit words."""
+    rows, bits = len(affine.scales), affine.bits
+    values = affine.quants.reshape(rows, -1)
+    if bits < 8:
+        # Eight values make `bits` bytes.
+        octets = np.zeros((rows, values.shape[1] // 8), np.uint64)
+        for i in range(8):
+            octets |= values[:, i::8].astype(np.uint64) << np.uint64(bits * i)
+        values = octets.astype("<u8").view(np.uint8).reshape(rows, -1, 8)[..., :bits].reshape(rows, -1)
     words = np.ascontiguousarray(values).view("<u4")
-    return MLXTensor({"weight": words, "scales": scales, "biases": biases}, bits)
+    return MLXTensor({"weight": words, "scales": affine.scales, "biases": affine.biases}, bits)
+
+
+def _legacy(bits: int, minimum: bool) -> Callable[[Array], _Affine]:
+    """Q4_0 to Q5_1: d, m if there is a minimum, the fifth bits if any, then low bits of the first and second half."""
+
+    def unpack(blocks: Array) -> _Affine:
+        scales = _halves(blocks, 0)
+        biases = _halves(blocks, 2) if minimum else _times(scales, -(2 ** (bits - 1)))
+        start = 4 if minimum else 2
+        if bits == 5:
+            high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
+            return _Affine(bits, scales, biases, _nibbles(blocks[..., start + 4 :]) | (high << 4))
+        return _Affine(bits, scales, biases, _nibbles(blocks[..., start:]))
+
+    return unpack
+
+
+def _q8_0(blocks: Array) -> _Affine:
+    scales = _halves(blocks, 0)
+    # Two's complement to offset binary.
+    return _Affine(8, scales, _times(scales, -128), blocks[..., 2:] ^ 0x80)
+
+
+def _k_quant(bits: int) -> Callable[[Array], _Affine]:
+    """Q4_K and Q5_K: d, dmin, eight pairs of six-bit factors in twelve bytes, the fifth bits if any, low bits."""
+
+    def unpack(blocks: Array) -> _Affine:
+        rows = len(blocks)
+        d, dmin = (_halves(blocks, at).astype(np.float32)[..., None] for at in (0, 2))
+        factors, minimums = _six_bit_pairs(blocks[..., 4:16])
+        low = blocks[..., 16 + 32 * (bits - 4) :]
+        # 32 bytes hold a group in their low nibbles and the next in their high ones.
+        quants = _nibbles(low.reshape(rows, -1, 4, 32)).reshape(rows, -1, 8, 32)
+        if bits == 5:
+            high = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little")  # bit i belongs to group i
+            quants = quants | (high.swapaxes(-1, -2) << 4)
+        scales, biases = (d * factors).reshape(rows, -1), -(dmin * minimums).reshape(rows, -1)
+        return _Affine(bits, scales, biases, quants)
+
+    return unpack
+
+
+def _six_bit_pairs(packed: Array) -> tuple[Array, Array]:
+    """The eight factors and eight minimums in twelve bytes, float32.
+
+    Bytes 0 to 3 and 4 to 7 hold the first four of each in their low six bits. Bytes 8 to 11 hold the low nibbles of the
+    last four of both; their upper two bits are what is left of the first eight bytes.
+    """
+    first, second, low = (packed[..., i : i + 4] for i in (0, 4, 8))
+    factors = np.concatenate([first & 0x3F, (low & 0x0F) | ((first >> 6) << 4)], axis=-1)
+    minimums = np.concatenate([second & 0x3F, (low >> 4) | ((second >> 6) << 4)], axis=-1)
+    return factors.astype(np.float32), minimums.astype(np.float32)
+
+
+_AFFINE: dict[str, Callable[[Array], _Affine]] = {
+    "Q4_0": _legacy(4, minimum=False),
+    "Q4_1": _legacy(4, minimum=True),
+    "Q5_0": _legacy(5, minimum=False),
+    "Q5_1": _legacy(5, minimum=True),
+    "Q8_0": _q8_0,
+    "Q4_K": _k_quant(4),
+    "Q5_K": _k_quant(5),
+}
 
 
 def _halves(blocks: Array, start: int) -> Array:
@@ -100,5 +167,5 @@ def _times(scales: Array, factor: int) -> Array:
 
 
 def _nibbles(packed: Array) -> Array:
-    """The 32 values of each block: 16 low nibbles, then 16 high ones."""
+    """Low nibbles, then high ones, along the last axis."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)

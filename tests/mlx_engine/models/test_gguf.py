@@ -69,44 +69,57 @@ def test_scale_too_large_for_a_float16_bias_is_kept_dense(tmp_path: Path, quire_
     assert np.array_equal(np.array(actual[name]), tiny.stored_weights()[name])
 
 
-@pytest.mark.parametrize(
-    "qtype", [Q.Q5_0, Q.Q5_1, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_XS, Q.TQ2_0], ids=lambda q: q.name
-)
-def test_other_types_are_dequantized_within_float16(
-    tmp_path: Path, quire_cache: Path, qtype: gguf.GGMLQuantizationType
-) -> None:
-    path = tmp_path / "t.gguf"
-    # The gguf package can't quantize to most of these: random bytes are as good, once the scales are small numbers.
-    tiny = TinyGGUF(hidden=256, ff=256, head_dim=64, qtype=Q.F16)
-    tiny.write(path)
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
+def _write_random(path: Path, qtype: gguf.GGMLQuantizationType, name: str) -> np.ndarray:
+    """A tiny model whose tensor `name` has random bytes of the type, for types that the gguf package can only read.
+
+    Returns the tensor's values.
+    """
+    plain = path.with_name("plain.gguf")
+    TinyGGUF(hidden=256, ff=256, head_dim=64, qtype=Q.F16).write(plain)
+    reader = gguf.GGUFReader(plain)
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
             sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
-    rng = np.random.default_rng(3)
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
     block, size = gguf.GGML_QUANT_SIZES[qtype]
-    expected = {}
+    data = np.random.default_rng(3).integers(0, 256, (256, 256 // block, size), dtype=np.uint8)
+    data[..., [*range(4), *range(-4, 0)]] &= 0x3F  # float16 scales are at either end: small numbers, no infinities
+    data = data.reshape(256, -1)
     for tensor in reader.tensors:
-        if tensor.name != "blk.1.ffn_down.weight":
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-            continue
-        while True:
-            data = rng.integers(0, 256, (256, 256 // block * size), dtype=np.uint8)
-            data[data >= 0x78] &= 0x07  # no infinite or huge float16 whatever the alignment
-            expected["w"] = gguf.dequantize(data, qtype)
-            if np.isfinite(expected["w"]).all():
-                break
-        writer.add_tensor(tensor.name, data, raw_dtype=qtype)
+        chosen = tensor.name == name
+        writer.add_tensor(
+            tensor.name, data if chosen else tensor.data, raw_dtype=qtype if chosen else tensor.tensor_type
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = load_model(convert_gguf(tmp_path / "q.gguf"), "float32").model
-    actual = np.array(model.model.layers[1].mlp.down_proj.weight)
-    assert np.abs(expected["w"]).max() > 0
-    np.testing.assert_allclose(actual, expected["w"], rtol=2**-10, atol=2**-24)
+    values = gguf.dequantize(data, qtype)
+    assert np.isfinite(values).all()
+    assert values.std() > 0
+    return values
+
+
+@pytest.mark.parametrize("qtype", [Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K], ids=lambda q: q.name)
+def test_types_of_five_bits_and_of_two_levels_are_exact_and_quantized_too(
+    tmp_path: Path, quire_cache: Path, qtype: gguf.GGMLQuantizationType
+) -> None:
+    expected = _write_random(tmp_path / "t.gguf", qtype, "blk.1.ffn_down.weight")
+    folder = convert_gguf(tmp_path / "t.gguf")
+    name = "model.layers.1.mlp.down_proj"
+    assert mx.load(str(folder / "model.safetensors"))[f"{name}.weight"].dtype == mx.uint32
+    weight = load_model(folder, "float32").model.model.layers[1].mlp.down_proj.weight
+    assert np.array_equal(np.array(weight), expected)
+
+
+@pytest.mark.parametrize("qtype", [Q.Q2_K, Q.Q3_K, Q.Q6_K, Q.IQ4_XS, Q.IQ4_NL, Q.TQ2_0], ids=lambda q: q.name)
+def test_other_types_are_dequantized_within_float16(
+    tmp_path: Path, quire_cache: Path, qtype: gguf.GGMLQuantizationType
+) -> None:
+    expected = _write_random(tmp_path / "t.gguf", qtype, "blk.1.ffn_down.weight")
+    weight = load_model(convert_gguf(tmp_path / "t.gguf"), "float32").model.model.layers[1].mlp.down_proj.weight
+    np.testing.assert_allclose(np.array(weight), expected, rtol=2**-10, atol=2**-24)
 
 
 def test_row_permutation_gives_the_logits_of_the_original(tmp_path: Path, quire_cache: Path) -> None:
