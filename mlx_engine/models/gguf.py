@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 # Part of the folder's name. Raise it whenever the folder's content changes for the same file.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 # The config key that marks a folder of ours.
 MARKER = "quire_gguf"
 
@@ -116,7 +116,7 @@ def _write_weights(file: GGUFFile, config: dict[str, Any], folder: Path, progres
         progress("convert", done / len(rules))
         tensor = file.tensors[rule.source]
         order = row_order(rule.heads, tensor.shape[0]) if rule.heads is not None else None
-        converted = convert_tensor(tensor, rule.suffix, order)
+        converted = convert_tensor(tensor, rule.suffix, order, rule.offset)
         _add(writer, rule.target, converted)
         if converted.bits is not None:
             bits[rule.target] = converted.bits

@@ -12,27 +12,8 @@ import numpy as np
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.models.gguf_reader import GGUFFile
 
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """How one GGUF architecture maps to an mlx-lm model."""
-
-    model_type: str
-    permuted: bool = False  # llama.cpp interleaves the halves of each q and k head
-    qkv_bias: bool = False  # always there, with no bias on the output projection
-    qk_norm: bool = False
-
-
-ARCHITECTURES = {
-    "llama": _Architecture("llama", permuted=True),  # Mistral's dense models too
-    "qwen2": _Architecture("qwen2", qkv_bias=True),
-    "qwen3": _Architecture("qwen3", qk_norm=True),
-}
-
-# In llama.cpp's names, under blk.N, and mlx-lm's, under model.layers.N.
-_LAYER_WEIGHTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
+# A layer's weights in llama.cpp's names, under blk.N, and in mlx-lm's, under model.layers.N.
+_PROJECTIONS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -42,6 +23,38 @@ _LAYER_WEIGHTS = {
     "ffn_down": "mlp.down_proj",
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How one GGUF architecture maps to an mlx-lm model."""
+
+    model_type: str
+    layer: dict[str, str]  # a layer's weights
+    permuted: bool = False  # llama.cpp interleaves the halves of each q and k head
+    qkv_bias: bool = False  # always there, with no bias on the output projection
+    norm_offset: float = 0.0  # llama.cpp adds it to the weights of norms, and mlx-lm adds it when it runs
+    half: str = "float16"  # the 16-bit type whose range suffices for activations
+
+
+ARCHITECTURES = {
+    "gemma3": _Architecture("gemma3_text", _PROJECTIONS | _GEMMA_NORMS | _QK_NORMS, norm_offset=1.0, half="bfloat16"),
+    "llama": _Architecture("llama", _PROJECTIONS | _NORMS, permuted=True),  # Mistral's dense models too
+    "qwen2": _Architecture("qwen2", _PROJECTIONS | _NORMS, qkv_bias=True),
+    "qwen3": _Architecture("qwen3", _PROJECTIONS | _NORMS | _QK_NORMS),
+}
+
+# Gemma 3's numbers that a GGUF doesn't carry. Its largest model scales attention by hidden size over heads.
+_GEMMA3_PATTERN = 6  # every sixth layer sees all tokens
+_GEMMA3_LARGEST_LAYERS = 62
+
 _ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -53,6 +66,7 @@ class TensorRule:
     target: str  # the mlx-lm module's path
     suffix: str  # weight or bias
     heads: int | None = None  # undo llama.cpp's permutation of this many heads
+    offset: float = 0.0  # take this off the values
 
 
 def architecture(file: GGUFFile) -> _Architecture:
@@ -88,7 +102,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": context,
         "rope_theta": rope_theta,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "torch_dtype": "bfloat16" if _is_bfloat16(file) else "float16",
+        "torch_dtype": "bfloat16" if _is_bfloat16(file) else arch.half,
     }
     scaling = _rope_scaling(file, head_dim, rope_theta, context)
     if scaling is not None:
@@ -96,6 +110,12 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     if arch.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if arch.model_type == "gemma3_text":
+        largest = config["num_hidden_layers"] == _GEMMA3_LARGEST_LAYERS
+        config["sliding_window"] = int(_require(file, "attention.sliding_window"))
+        config["sliding_window_pattern"] = _GEMMA3_PATTERN
+        config["rope_local_base_freq"] = float(_get(file, "rope.freq_base_swa", 10000.0))
+        config["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
     return config
 
 
@@ -125,7 +145,7 @@ def row_order(heads: int, rows: int) -> np.ndarray[Any, Any]:
 def _expected(file: GGUFFile, config: dict[str, Any]) -> Iterator[TensorRule]:
     arch = architecture(file)
     yield TensorRule("token_embd.weight", "model.embed_tokens", "weight")
-    yield TensorRule("output_norm.weight", "model.norm", "weight")
+    yield TensorRule("output_norm.weight", "model.norm", "weight", offset=arch.norm_offset)
     if not config["tie_word_embeddings"]:
         yield TensorRule("output.weight", "lm_head", "weight")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -137,10 +157,13 @@ def _expected(file: GGUFFile, config: dict[str, Any]) -> Iterator[TensorRule]:
     if config.get("mlp_bias"):
         biased |= {"ffn_gate", "ffn_up", "ffn_down"}
     for layer in range(config["num_hidden_layers"]):
-        for source, target in (_LAYER_WEIGHTS | (_QK_NORMS if arch.qk_norm else {})).items():
+        for source, target in arch.layer.items():
             permuted = heads.get(source) if arch.permuted else None
+            offset = arch.norm_offset if source.endswith("norm") else 0.0
             for suffix in ("weight", "bias") if source in biased else ("weight",):
-                yield TensorRule(f"blk.{layer}.{source}.{suffix}", f"model.layers.{layer}.{target}", suffix, permuted)
+                yield TensorRule(
+                    f"blk.{layer}.{source}.{suffix}", f"model.layers.{layer}.{target}", suffix, permuted, offset
+                )
 
 
 def _check_head_dim(file: GGUFFile, head_dim: int, hidden: int, heads: int, arch: _Architecture) -> None:

@@ -46,11 +46,15 @@ class _Affine:
     quants: Array
 
 
-def convert_tensor(tensor: GGUFTensor, suffix: str, row_order: Array | None = None) -> MLXTensor:
+def convert_tensor(tensor: GGUFTensor, suffix: str, row_order: Array | None = None, offset: float = 0.0) -> MLXTensor:
     """The tensor for MLX. Exact for plain types and those of the table above; other types become float16.
 
-    row_order, if given, lists for each row of the result the tensor's row that it comes from.
+    row_order, if given, lists for each row of the result the tensor's row that it comes from. An offset is taken off
+    the values, which become float32.
     """
+    if offset:
+        values = np.asarray(gguf.dequantize(tensor.data, tensor.type), np.float32)
+        return MLXTensor({suffix: values - np.float32(offset)}, None)
     data = tensor.data if row_order is None else tensor.data[row_order]
     kind = tensor.type.name
     if suffix == "weight" and len(tensor.shape) == 2 and kind in _AFFINE:

