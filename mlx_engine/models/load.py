@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,25 @@ def can_compile_on_cpu() -> bool:
     if compiler is None:
         logger.info("no g++ on PATH: element-wise operations run unfused on the CPU, somewhat slower")
         return False
-    failure = _try_compiler(compiler)
+    failure = _unusable_cache() or _try_compiler(compiler)
     if failure is None:
         return True
     mx.disable_compile()
     logger.warning("mx.compile is off, element-wise operations run unfused on the CPU: %s", failure)
     return False
+
+
+def _unusable_cache() -> str | None:
+    """Why MLX couldn't write its compiled code, which goes into `mlx` in C++'s idea of the temporary folder; or None.
+
+    On a shared machine the folder may be another user's.
+    """
+    names = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
+    folder = Path(next(filter(None, names), "/tmp")) / "mlx" / metadata.version("mlx") / "cpu"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return None
+    return f"{existing} can't be written to: set TMPDIR to a folder of your own"
 
 
 def _try_compiler(compiler: str) -> str | None:

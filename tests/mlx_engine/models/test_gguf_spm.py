@@ -62,17 +62,19 @@ def _metadata(sp: sentencepiece.SentencePieceProcessor, prefix: bool) -> dict[st
     }
 
 
-def _tokenizer(metadata: dict[str, object], folder: Path) -> Tokenizer:
+def _tokenizer(metadata: dict[str, object], folder: Path, model_type: str = "llama") -> Tokenizer:
     write_tokenizer(GGUFFile(folder / "x.gguf", metadata, {}), folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    # Some classes that transformers picks by model_type would rebuild the tokenizer their own way.
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return Tokenizer(folder)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_same_ids_and_text_as_sentencepiece(
-    tmp_path: Path, trained: tuple[sentencepiece.SentencePieceProcessor, bool]
+    tmp_path: Path, trained: tuple[sentencepiece.SentencePieceProcessor, bool], model_type: str
 ) -> None:
     sp, prefix = trained
-    tokenizer = _tokenizer(_metadata(sp, prefix), tmp_path)
+    tokenizer = _tokenizer(_metadata(sp, prefix), tmp_path, model_type)
     rng = random.Random(1)
     letters = "helowrdtqu ickbnfxüïvasg  12345'-\n"
     texts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 12))) for _ in range(200)]

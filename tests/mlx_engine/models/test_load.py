@@ -148,3 +148,12 @@ def test_broken_compiler_on_path(tmp_path: Path) -> None:
     fake.chmod(0o755)
     assert _compile(tmp_path, str(tmp_path)) == ["RuntimeError"]  # what the check saves from
     assert _compile(tmp_path, str(tmp_path), "--check") == ["False", "(3, 5)"]
+
+
+def test_temporary_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    for name in ("tmp", "tmp---check"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mlx").write_text("another user's, as it were")
+    path = os.environ["PATH"]
+    assert _compile(tmp_path, path) == ["RuntimeError"]
+    assert _compile(tmp_path, path, "--check") == ["False", "(3, 5)"]
