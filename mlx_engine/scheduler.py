@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 # A waiting request that can't get its blocks may be overtaken by this many admissions of later proposals; after
 # that nobody is admitted before it. Small requests use the gaps, and large ones don't starve.
 MAX_OVERTAKES = 32
+# A request that was preempted this often keeps its blocks: a policy whose victims take each other's place in turn would
+# otherwise compute for ever and never sample a token.
+MAX_PREEMPTIONS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +219,7 @@ class Scheduler:
         view = self._view(now)
         if not view.running and not view.waiting:
             return None
-        plan = self._fill(self._policy.schedule(view), now)
+        plan = self._fill(self._policy.schedule(view) or (), now)
         if not plan.slots and must_progress:
             plan = self._fill_stalled(now)
         if not plan.slots:
@@ -258,7 +261,8 @@ class Scheduler:
         for proposal in proposals:
             if plan.budget == 0:
                 break
-            state = self._states.get(proposal.request_id)
+            is_proposal = isinstance(proposal, ScheduledRequest) and isinstance(proposal.num_tokens, int)
+            state = self._states.get(proposal.request_id) if is_proposal else None
             if state is None or proposal.request_id in seen or proposal.num_tokens < 1:
                 self._counters.rejected_proposals += 1
                 continue
@@ -326,6 +330,8 @@ class Scheduler:
         victim = self._running.get(victim_id)
         if victim is None or victim.awaits_last_token:
             self._counters.rejected_proposals += 1
+            return False
+        if victim.epoch >= MAX_PREEMPTIONS and victim_id != request_id:
             return False
         self._preempt(victim, plan)
         return True
