@@ -3,12 +3,15 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_engine.detokenizer import IncrementalDetokenizer
 from mlx_engine.models.resolve import resolve_model
 from mlx_engine.models.tokenizer import Tokenizer
+
+# The first example loads the tokenizer, and the machine may be busy.
+unhurried = settings(deadline=None)
 
 
 @cache
@@ -30,6 +33,7 @@ def _stream(token_ids: list[int], stop: list[str] | None = None, step: int = 1) 
     return deltas, detokenizer.stopped
 
 
+@unhurried
 @given(
     st.lists(st.integers(0, 49151) | st.sampled_from(list(range(17, 300))), max_size=60),
     st.integers(1, 4),
@@ -38,6 +42,7 @@ def test_deltas_join_to_the_decoding_of_all_tokens(token_ids: list[int], step: i
     assert "".join(_stream(token_ids, step=step)[0]) == tokenizer().decode(token_ids)
 
 
+@unhurried
 @given(st.data())
 def test_broken_characters_join_too_and_are_not_held_for_ever(data: st.DataObject) -> None:
     tokens = st.sampled_from(broken_tokens()) | st.integers(0, 49151)
@@ -49,6 +54,7 @@ def test_broken_characters_join_too_and_are_not_held_for_ever(data: st.DataObjec
         assert any(deltas[i : i + 20]) or not tokenizer().decode(token_ids[i : i + 20])
 
 
+@unhurried
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_text_streams_without_half_characters(text: str) -> None:
     token_ids = tokenizer().encode(text)
@@ -75,6 +81,7 @@ def test_special_tokens_leave_no_text_unless_asked_for() -> None:
     assert shown.push(token_ids) + shown.finish() == "<|im_start|>user<|im_end|>"
 
 
+@unhurried
 @given(
     st.text("ab ", min_size=1, max_size=14),
     st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
