@@ -1,0 +1,180 @@
+"""What `quire serve` becomes: `serve run CONFIG`, with the config checked first and an exit code at the end.
+
+`serve run` itself goes on waiting when a deployment fails; a watcher here ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.serve import scripts
+
+from deployments.settings import load_settings
+from mlx_engine.config import EMBEDDED_MODEL
+from mlx_engine.errors import ConfigError
+
+IMPORT_PATH = "deployments.app:build_app"
+# Actors reserve fractions of a CPU; more in Ray's books would only make it start workers that nobody uses.
+_DEFAULT_NUM_CPUS = 2
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What is needed of a config file here; Serve reads the rest."""
+
+    apps: tuple[str, ...]  # the names of our applications
+    health_url: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until Ctrl-C or SIGTERM (0), or until the configuration or the model turns out wrong (1)."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--dashboard", action="store_true")
+    parser.add_argument("--num-cpus", type=int, default=_DEFAULT_NUM_CPUS)
+    options = parser.parse_args(argv)
+    try:
+        config = read_config(options.config)
+    except ConfigError as error:
+        print(f"quire: {options.config}: {error}", file=sys.stderr)
+        return 1
+    # Ctrl-C ends Serve in order; so shall whatever else ends this process.
+    signal.signal(signal.SIGTERM, _interrupt)
+    watcher = Watcher(config)
+    try:
+        if not os.environ.get("RAY_ADDRESS"):
+            _start_ray(options.num_cpus, options.dashboard)
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in its place
+        watcher.start()
+        scripts.cli(["run", str(options.config)], standalone_mode=False)
+    except (SystemExit, KeyboardInterrupt):
+        pass  # how `serve run` ends
+    finally:
+        watcher.stop()
+    if watcher.failure is not None:
+        print(f"quire: {watcher.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_config(path: Path) -> ServeConfig:
+    """Reads a Serve config and validates the `args` of our applications. Raises ConfigError naming what is wrong."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"can't be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
+        raise ConfigError("is no Ray Serve config: it needs a list `applications`")
+    apps = []
+    for app in content["applications"]:
+        if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH:
+            args = app.get("args") or {}
+            if not isinstance(args, dict):
+                raise ConfigError("args: must be a mapping")
+            settings = load_settings(args)
+            _check_model_path(settings.engine.model)
+            apps.append((str(app.get("name", "default")), str(app.get("route_prefix", "/"))))
+    http = content.get("http_options") or {}
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    prefix = apps[0][1].rstrip("/") if apps else ""
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", None) else host
+    return ServeConfig(tuple(name for name, _ in apps), f"http://{reachable}:{port}{prefix}/health")
+
+
+def _check_model_path(model: str) -> None:
+    """Refuses what is meant as a path and isn't there, before Ray is started for it."""
+    meant_as_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
+    if model != EMBEDDED_MODEL and meant_as_path and not Path(model).expanduser().exists():
+        raise ConfigError(f"engine.model: there is no {model}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _start_ray(num_cpus: int, dashboard: bool) -> None:
+    """A Ray of our own: `serve run` would join whichever one runs on this machine, and end it on Ctrl-C."""
+    print("[quire] Starting Ray …", flush=True)
+    ray.init(
+        address="local",
+        namespace="serve",
+        num_cpus=num_cpus,
+        include_dashboard=dashboard,
+        logging_level="WARNING",
+    )
+
+
+class Watcher:
+    """Watches our applications until they serve; ends the process with SIGINT if they never will."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.failure: str | None = None
+        self._config = config
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            self.failure = self._deploy_failure()
+            health = None if self.failure is not None else self._health()
+            if health is not None and health.get("status") == "failed":
+                self.failure = str(health.get("error"))
+            if self.failure is not None:
+                time.sleep(_POLL_S)  # lets the log of the failure through first
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            if health is not None and health.get("status") == "ok":
+                return
+
+    def _deploy_failure(self) -> str | None:
+        try:
+            applications = serve.status().applications
+        except Exception:  # Serve is not up yet, or no more
+            return None
+        for name, status in applications.items():
+            if name in self._config.apps and status.status == "DEPLOY_FAILED":
+                reasons = [status.message, *(deployment.message for deployment in status.deployments.values())]
+                return f"application {name!r} can't be deployed. " + "\n".join(reason for reason in reasons if reason)
+        return None
+
+    def _health(self) -> dict[str, Any] | None:
+        try:
+            with urllib.request.urlopen(self._config.health_url, timeout=2) as response:
+                content = json.load(response)
+        except urllib.error.HTTPError as error:
+            try:
+                content = json.load(error)
+            except ValueError:
+                return None
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
