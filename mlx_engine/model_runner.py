@@ -26,7 +26,7 @@ class MLXStepHandle:
 
     def launch(self) -> None:
         """See StepHandle."""
-        mx.async_eval(self._arrays)
+        mx.async_eval(self._arrays)  # type: ignore[no-untyped-call]
 
     def wait(self) -> ModelRunnerOutput:
         """See StepHandle."""

@@ -45,7 +45,7 @@ class PagedModel:
     def __call__(self, token_ids: mx.array, views: Sequence[LayerKVView], rows: mx.array | None) -> mx.array:
         """Logits [S, V] of the given rows [S] of token ids [T], all T rows if None. Lazy, like all MLX."""
         self._head.rows = rows
-        logits = self._model(token_ids[:, None], cache=list(views)).squeeze(1)
+        logits: mx.array = self._model(token_ids[:, None], cache=list(views)).squeeze(1)
         self._head.rows = None
         if rows is not None and not self._head.found:
             logits = logits[rows]
@@ -90,7 +90,7 @@ class PagedModel:
         views = self._recording_views(len(tokens))
         try:
             got = self(tokens, views, None)
-            error = (mx.linalg.norm(got - expected) / mx.linalg.norm(expected)).item()
+            error = abs((mx.linalg.norm(got - expected) / mx.linalg.norm(expected)).item())
         # Whatever an architecture does with a cache that isn't mlx-lm's own ends here.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as reason:
             raise ModelLoadError(
@@ -139,7 +139,7 @@ class _RowSelector:
         self.found = True
 
 
-class _SelectingHead(nn.Module):
+class _SelectingHead(nn.Module):  # type: ignore[misc]
     def __init__(self, inner: nn.Module, selector: _RowSelector) -> None:
         super().__init__()
         self.inner = inner

@@ -232,7 +232,9 @@ class Scheduler:
         logger.warning("the scheduler policy moved no request although none is in flight; using arrival order")
         while True:
             view = self._view(now)
-            plan = self._fill([ScheduledRequest(r.request_id, r.num_tokens) for r in (*view.running, *view.waiting)], now)
+            plan = self._fill(
+                [ScheduledRequest(r.request_id, r.num_tokens) for r in (*view.running, *view.waiting)], now
+            )
             if plan.slots:
                 return plan
             if not self._running:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_engine.memory import plan_kv_blocks
 
-from mlx_engine.config import EMBEDDED_MODEL, EngineConfig
+from mlx_engine.config import EngineConfig
+from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
+from mlx_engine.memory import plan_kv_blocks
 from mlx_engine.model_runner import MLXModelRunner
-from mlx_engine.models.load import LoadedModel, load_model
-from mlx_engine.models.resolve import resolve_model
+from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
+from mlx_engine.models.resolve import resolve_model, served_name
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo
@@ -68,6 +69,9 @@ def _assemble(
     report("check", 0.0)
     max_model_len = _max_model_len(config, loaded)
     model = PagedModel(loaded)
+    if runs_on_cpu():
+        keep_freed_memory()
+        adapt_for_cpu(loaded.model)
     activation_bytes = 0
     if config.num_blocks is None:
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))
@@ -95,7 +99,7 @@ def _assemble(
     )
     backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype)
     report("allocate", 1.0)
-    name = model_name(config)
+    name = served_name(config.model)
     scheduler = Scheduler(
         policy,
         kv,
@@ -131,18 +135,13 @@ def _assemble(
     return Engine(scheduler, runner, info, overlap=config.overlap)
 
 
-def model_name(config: EngineConfig) -> str:
-    """What the model is called in cache keys and logs."""
-    return "SmolLM2-135M-Instruct" if config.model == EMBEDDED_MODEL else config.model.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
     if config.max_model_len is None:
         return loaded.max_model_len
     if config.max_model_len > loaded.max_model_len:
         raise ConfigError(
-            f"engine.max_model_len is {config.max_model_len}, but the model was made for {loaded.max_model_len} tokens; "
-            "lower it, or leave it out"
+            f"engine.max_model_len is {config.max_model_len}, but the model was made for {loaded.max_model_len} "
+            "tokens; lower it, or leave it out"
         )
     return config.max_model_len
 

@@ -1,8 +1,8 @@
 """Sends an mlx-lm model's attention through the paged cache view.
 
 mlx-lm's models call the function `scaled_dot_product_attention` of their own module, with the layer's cache as an
-argument. Replacing that name, once per module, lets every model run on paged K/V unchanged: a call whose cache is one of
-our views goes to `LayerKVView.attend`; any other call goes to the original.
+argument. Replacing that name, once per module, lets every model run on paged K/V unchanged: a call whose cache is one
+of our views goes to `LayerKVView.attend`; any other call goes to the original.
 """
 
 from __future__ import annotations

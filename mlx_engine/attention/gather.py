@@ -22,7 +22,7 @@ import numpy as np
 from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
 from mlx_engine.input_batch import DecodeGroup, InputBatch, PrefillChunk
 from mlx_engine.interfaces import INTERFACE_VERSION
-from mlx_engine.mathops import fast_exp
+from mlx_engine.mathops import exp_difference
 from mlx_engine.types import LayerKVSpec
 
 # Added to the scores of slots that a row must not see. Finite, so that a fully masked page gives no NaN.
@@ -137,6 +137,19 @@ class _Pages:
 
     block_tables: mx.array  # [B, P]
     visible: mx.array  # [B, P, block_size] bool: the slots that the row sees
+    bias: mx.array  # [B, P, 1, 1, block_size] float32: 0 where visible
+    derived: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    def matrices(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
+        """For `mx.gather_mm`, both [B, P, num_kv_heads]: the query matrix of each row and head, and the page's."""
+        if num_kv_heads not in self.derived:
+            num_rows, num_pages = self.block_tables.shape
+            heads = mx.arange(num_kv_heads, dtype=mx.uint32)
+            page = self.block_tables.astype(mx.uint32)[:, :, None] * num_kv_heads + heads
+            row = (mx.arange(num_rows, dtype=mx.uint32) * num_kv_heads)[:, None, None] + heads
+            shape = (num_rows, num_pages, num_kv_heads)
+            self.derived[num_kv_heads] = (mx.contiguous(mx.broadcast_to(row, shape)), page)
+        return self.derived[num_kv_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +218,9 @@ def _pages(group: DecodeGroup, window: int | None, block_size: int) -> _Pages:
         tables = np.take_along_axis(tables, columns, axis=1)
     slots = first_page[:, None] * block_size + np.arange(tables.shape[1] * block_size)
     visible = (slots < lens[:, None]) & (slots >= first_token[:, None])
-    return _Pages(mx.array(tables), mx.array(visible.reshape(*tables.shape, block_size)))
+    visible = visible.reshape(*tables.shape, block_size)
+    bias = np.where(visible, 0.0, _MASKED).astype(np.float32)[:, :, None, None]
+    return _Pages(mx.array(tables), mx.array(visible), mx.array(bias))
 
 
 def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> _Context:
@@ -238,27 +253,24 @@ def _paged_matmul(
 
     The query heads that share a K/V head are the rows of one matrix, so each page is read once for the group.
     """
-    num_rows, num_pages = pages.block_tables.shape
+    num_rows = queries.shape[0]
     num_blocks, num_kv_heads, block_size, head_dim = keys.shape
     num_heads = queries.shape[1]
     group = num_heads // num_kv_heads
-    page = pages.block_tables[:, :, None] * num_kv_heads + mx.arange(num_kv_heads)  # [B, P, Hkv]
-    row = mx.broadcast_to(
-        (mx.arange(num_rows) * num_kv_heads)[:, None, None] + mx.arange(num_kv_heads), page.shape
-    )
+    row, page = pages.matrices(num_kv_heads)
     q = (queries * scale).reshape(num_rows * num_kv_heads, group, head_dim)
     k = keys.reshape(num_blocks * num_kv_heads, block_size, head_dim)
     v = values.reshape(num_blocks * num_kv_heads, block_size, -1)
     scores = mx.gather_mm(q, k.swapaxes(-1, -2), row, page)  # [B, P, Hkv, group, block_size]
-    scores = scores + mx.where(pages.visible, 0.0, _MASKED)[:, :, None, None]
+    scores = scores + pages.bias
     top = scores.max(axis=(1, 4), keepdims=True)
     if sinks is not None:
         sinks = sinks.reshape(1, 1, num_kv_heads, group, 1)
         top = mx.maximum(top, sinks)
-    weights = fast_exp(scores - top)
+    weights = exp_difference(scores, top)
     total = weights.sum(axis=(1, 4))
     if sinks is not None:
-        total = total + fast_exp(sinks - top).squeeze((1, 4))
+        total = total + exp_difference(sinks, top).squeeze((1, 4))
     out = mx.gather_mm(weights, v, None, page)  # [B, P, Hkv, group, head_dim]
     return (out.sum(axis=1) / total[..., None]).reshape(num_rows, num_heads, 1, -1)
 
