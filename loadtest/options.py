@@ -1,0 +1,45 @@
+"""What the benchmarks' command lines share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+def positive_int(text: str) -> int:
+    """An argparse type. Raises ArgumentTypeError for anything but an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return value
+
+
+def int_list(text: str) -> list[int]:
+    """An argparse type: comma-separated integers of at least 1."""
+    return [positive_int(part) for part in text.split(",")]
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """An argparse type: KEY=VALUE, where VALUE is JSON, or else a string as it stands."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, not {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def merged(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
+    """Repeated KEY=VALUE options as one dict; the last of a key wins."""
+    return dict(pairs or [])
+
+
+def relative_to_packages(path: str | None) -> str | None:
+    """A library's path from its site-packages folder on: results should not carry a machine's own folders."""
+    return None if path is None else path.rsplit("site-packages/", 1)[-1]

@@ -1,0 +1,56 @@
+"""Figures from raw samples. Nothing here is smoothed, binned or weighted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def percentile(samples: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100) of the samples, linear between the two nearest ranks.
+
+    Raises ValueError for no samples, a NaN among them, or q out of range: there is no such figure.
+    """
+    if not samples:
+        raise ValueError("a percentile of no samples does not exist")
+    if not 0 <= q <= 100:
+        raise ValueError(f"q must be between 0 and 100, not {q}")
+    if any(math.isnan(sample) for sample in samples):
+        raise ValueError("there is a NaN among the samples")
+    ordered = sorted(samples)
+    rank = (len(ordered) - 1) * q / 100
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def median(samples: Sequence[float]) -> float:
+    """The 50th percentile."""
+    return percentile(samples, 50)
+
+
+def gaps(times: Sequence[float]) -> list[float]:
+    """The differences between neighbours: one fewer than there are times."""
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Count, median, p95, extremes and the raw samples themselves, in the samples' unit; None where there are none."""
+    raw = list(samples)
+    if not raw:
+        return {"count": 0, "median": None, "p95": None, "min": None, "max": None, "samples": raw}
+    return {
+        "count": len(raw),
+        "median": median(raw),
+        "p95": percentile(raw, 95),
+        "min": min(raw),
+        "max": max(raw),
+        "samples": raw,
+    }
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a / b, or None where one of them was not measured or b is 0."""
+    return None if a is None or b is None or b == 0 else a / b
