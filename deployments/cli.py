@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's own HTTP proxy, also where HAProxy works")
     serve.add_argument("--dashboard", action="store_true", help="start Ray's dashboard, which `serve status` needs")
     serve.add_argument("--num-cpus", type=int, default=None, metavar="N", help="CPUs in Ray's books (default: 2)")
+    serve.add_argument("--verbose", action="store_true", help="show the log of Ray Serve's own processes too")
     return parser
 
 
@@ -62,6 +63,8 @@ def _serve(options: argparse.Namespace) -> int:  # noqa: RET503 (os.execve doesn
         print(f"quire: there is no config file {options.config}", file=sys.stderr)
         return 2
     environment = {**os.environ, **serve_environment(os.environ, haproxy=not options.no_haproxy)}
+    if not options.verbose:
+        environment.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     command = [sys.executable, "-m", _DRIVER, str(path)]
     if options.dashboard:
         command.append("--dashboard")

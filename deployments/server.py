@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import ipaddress
+import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +32,7 @@ class OpenAIServer:
 
         Raises EngineFailed when the configuration is wrong, which fails the deployment with that message.
         """
+        _log_to_terminal()
         self._started = time.monotonic()
         self._settings = settings
         self._client = RayEngineClient(settings, _load_text, _announce)
@@ -76,8 +79,16 @@ class OpenAIServer:
 
 
 def _announce(line: str) -> None:
-    # Standard output of a replica reaches the terminal of `serve run`.
-    print(f"[quire] {line}", flush=True)
+    # A replica's own standard output reaches the terminal; what Serve puts in its place may only reach a log file.
+    print(f"[quire] {line}", file=sys.__stdout__, flush=True)
+
+
+def _log_to_terminal() -> None:
+    """Sends our own warnings the same way."""
+    package = logging.getLogger("deployments")
+    if not package.handlers:
+        package.addHandler(logging.StreamHandler(sys.__stderr__))
+        package.propagate = False
 
 
 def _load_text(folder: Path) -> TextModel:
