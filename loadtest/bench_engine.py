@@ -93,6 +93,7 @@ class Arms:
             config = {"model": str(self._folder), "dtype": args.dtype, "max_num_seqs": max(64, most)}
             found = worker.call("build", _START_TIMEOUT_S, config=config | merged(args.engine))
             found["config"]["model"] = args.model
+            del found["folder"]
             found["info"]["model_name"] = args.model
         else:
             worker = self._workers[arm] = Worker("loadtest.worker_mlx_lm", self._log)

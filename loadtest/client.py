@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,11 +96,18 @@ class Client:
         await self._http.aclose()
 
     async def complete(
-        self, prompt: Prompt, max_tokens: int, *, hang_up_after: int | None = None, **extra: Any
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        hang_up_after: int | None = None,
+        on_start: Callable[[RequestResult], None] | None = None,
+        **extra: Any,
     ) -> RequestResult:
         """One greedy streaming completion past end-of-sequence. Never raises for what the server does.
 
-        hang_up_after: close the connection after so many events with text. `extra` goes into the body as it is.
+        hang_up_after: close the connection after so many events with text. on_start is given the result while it is
+        still growing, for whoever wants to watch it. `extra` goes into the body as it is.
         """
         body = {
             "model": self._model,
@@ -114,6 +121,8 @@ class Client:
         }
         content = json.dumps(body).encode()
         result = RequestResult(time.perf_counter())
+        if on_start is not None:
+            on_start(result)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(content, result, hang_up_after)

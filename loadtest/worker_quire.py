@@ -11,6 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from deployments.settings import load_settings
+
 # Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.blas import preload_openblas
 from mlx_engine.config import EngineConfig
@@ -61,7 +63,13 @@ class QuireWorker:
 
     def build(self, config: dict[str, Any]) -> dict[str, Any]:
         """Builds the engine from EngineConfig's keys; says what it became."""
-        settings = EngineConfig(**config)
+        return self._build(EngineConfig(**config))
+
+    def build_served(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Builds the engine that the server builds from a Serve config's `args` (and the environment)."""
+        return self._build(load_settings(args).engine)
+
+    def _build(self, settings: EngineConfig) -> dict[str, Any]:
         self._engine = build_engine(settings)
         info = dataclasses.asdict(self._engine.info)
         info["eos_token_ids"] = sorted(info["eos_token_ids"])
@@ -70,6 +78,7 @@ class QuireWorker:
             "info": info,
             "blas": dataclasses.asdict(preload_openblas()),
             "device": str(mx.default_device()),
+            "folder": str(resolve_model(settings.model)),
         }
 
     def closed_loop(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> dict[str, Any]:
@@ -127,6 +136,7 @@ def main() -> None:
     handlers: dict[str, Handler] = {
         "export": worker.export,
         "build": worker.build,
+        "build_served": worker.build_served,
         "run": worker.run,
         "closed_loop": worker.closed_loop,
     }

@@ -1,0 +1,161 @@
+"""Starts `quire serve` for a benchmark, on a port of its own, and always ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from loadtest import processes
+
+_STOP_TIMEOUT_S = 30.0
+_LOG_LINES = 30
+
+
+class ServeError(RuntimeError):
+    """The server did not start, or ended."""
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_config(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    """A Serve config file, its first application's engine keys replaced by `engine`. Raises ValueError without one."""
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        application = config["applications"][0]
+        args = application["args"] = dict(application.get("args") or {})
+    except (TypeError, KeyError, IndexError):
+        raise ValueError(f"{path} is no Serve config: it has no applications") from None
+    args["engine"] = {**(args.get("engine") or {}), **engine}
+    result: dict[str, Any] = config
+    return result
+
+
+class ServeProcess:
+    """A running server. As a context manager it is ready inside and gone, with all its processes, outside."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, ready_timeout_s: float = 300.0) -> None:
+        """config: what `read_config` gave. Its copy with a free port, and the server's log, go into `folder`."""
+        port = free_port()
+        http = {**(config.get("http_options") or {}), "host": "127.0.0.1", "port": port}
+        self._path = folder / "serve.yaml"
+        self._path.write_text(yaml.safe_dump({**config, "http_options": http}))
+        self._log = folder / "serve.log"
+        self._ready_timeout_s = ready_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.ready_s: float | None = None  # from start to the first good /health
+
+    def __enter__(self) -> ServeProcess:
+        # Another Ray on this machine is none of our business, and would be ended with ours.
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        started = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "deployments.cli", "serve", str(self._path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=Path(__file__).parent.parent,
+                # Ctrl-C goes to the benchmark only, which then ends the server in order.
+                start_new_session=True,
+            )
+        try:
+            self._wait_ready(started)
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_s = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Interrupts the server, then kills what is left of it after half a minute; safe to call again."""
+        server = self._process
+        if server is None:
+            return
+        self._process = None
+        ours = self._descendants(server.pid)
+        if server.poll() is None:
+            server.send_signal(signal.SIGINT)
+        try:
+            server.wait(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            ours += self._descendants(server.pid)
+            server.kill()
+            server.wait()
+        time.sleep(0.5)  # Ray's own processes end by themselves when they see the driver gone
+        for process in processes.end(ours):
+            print(f"killed what the server left: {process.pid} {process.command[:80]}", file=sys.stderr)
+
+    def health(self) -> dict[str, Any] | None:
+        """What /health says, whatever its status; None if nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as response:
+                content = response.read()
+        except urllib.error.HTTPError as error:
+            content = error.read()
+        except OSError:
+            return None
+        try:
+            found = json.loads(content)
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def model_id(self) -> str:
+        """The id that the server serves."""
+        with urllib.request.urlopen(f"{self.base_url}/v1/models", timeout=30) as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Resident memory of the engine's process and of the server replica. Raises ServeError if one is not there."""
+        assert self._process is not None
+        health = self.health() or {}
+        below = self._descendants(self._process.pid)
+        engine = next((process for process in below if process.pid == health.get("engine_pid")), None)
+        replica = next((process for process in below if process.command.startswith("ray::ServeReplica")), None)
+        if engine is None or replica is None:
+            raise ServeError(f"no engine or replica among the server's processes: {[p.command[:60] for p in below]}")
+        return {"engine": engine.rss_bytes, "replica": replica.rss_bytes}
+
+    def _descendants(self, pid: int) -> list[processes.Process]:
+        return processes.descendants(processes.snapshot(), pid)
+
+    def _wait_ready(self, started: float) -> None:
+        assert self._process is not None
+        with tqdm(bar_format="{desc} [{elapsed}]", file=sys.stderr) as bar:
+            while time.monotonic() - started < self._ready_timeout_s:
+                if self._process.poll() is not None:
+                    raise ServeError(f"the server ended with {self._process.returncode}:\n{self._last_words()}")
+                health = self.health() or {}
+                if health.get("status") == "ok":
+                    return
+                bar.set_description_str(f"server: {health.get('status', 'starting')} {health.get('stage', '')}")
+                time.sleep(0.3)
+        raise ServeError(f"the server was not ready after {self._ready_timeout_s:.0f} s:\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
