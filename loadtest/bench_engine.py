@@ -20,7 +20,7 @@ from tqdm import tqdm
 from loadtest import environment
 from loadtest.engine_cases import METRICS, MIXED_LENGTHS, Case, CaseResult, Prompts, mixed_case, render, run_case
 from loadtest.engine_cases import uniform_case as uniform
-from loadtest.options import int_list, key_value, merged, positive_int, relative_to_packages
+from loadtest.options import blas_summary, int_list, key_value, merged, positive_int
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.workers import Worker, WorkerTimeout
 
@@ -99,11 +99,7 @@ class Arms:
             worker = self._workers[arm] = Worker("loadtest.worker_mlx_lm", self._log)
             options = merged(args.peer)
             found = worker.call("build", _START_TIMEOUT_S, folder=str(self._folder), options=options)
-        found["blas"] = {
-            "active": found["blas"]["active"],
-            "library": relative_to_packages(found["blas"]["library"]),
-            "num_threads": found["blas"]["num_threads"],
-        }
+        found["blas"] = blas_summary(found["blas"])
         self.descriptions[arm] = found
         return worker
 

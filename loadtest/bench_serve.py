@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.client import Client
-from loadtest.options import int_list, key_value, merged, positive_int, relative_to_packages
+from loadtest.options import blas_summary, int_list, key_value, merged, positive_int
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, throughput_round
 from loadtest.serve_process import ServeProcess, read_config
-from loadtest.tables import markdown_table, number
+from loadtest.tables import markdown_table, number, number_range
 from loadtest.workers import Worker, WorkerError
 
 PARTS = ("throughput", "prefix", "gap")
@@ -159,9 +159,7 @@ def render(cases: Sequence[Case]) -> str:
                 number(found["http_tokens_per_second"]["median"]),
                 number(found["in_process_tokens_per_second"]["median"]),
                 number(found["ratio_of_medians"], 2),
-                " to ".join(number(end(found["ratios_by_round"]), 2) for end in (min, max))
-                if found["ratios_by_round"]
-                else "-",
+                number_range(found["ratios_by_round"]),
                 number(found["target"], 2),
                 number(_milliseconds(found["ttft_s"]["median"]), 0),
                 number(_milliseconds(found["itl_s"]["median"]), 1),
@@ -224,11 +222,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> tuple[list[Case], list[s
             cases = asyncio.run(bench.run())
             ready_s = server.ready_s
     del engine["folder"]
-    engine["blas"] = {
-        "active": engine["blas"]["active"],
-        "library": relative_to_packages(engine["blas"]["library"]),
-        "num_threads": engine["blas"]["num_threads"],
-    }
+    engine["blas"] = blas_summary(engine["blas"])
     return cases, bench.failures, engine, ready_s
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from loadtest.prompts import PromptSource
 from loadtest.stats import ratio, summary
-from loadtest.tables import markdown_table, number
+from loadtest.tables import markdown_table, number, number_range
 from loadtest.throughput import BatchRun, agreement
 
 ARMS = ("quire", "mlx_lm")
@@ -164,7 +164,7 @@ def render(results: Sequence[CaseResult]) -> str:
                     number(found["quire"]["median"]),
                     number(found["mlx_lm"]["median"]),
                     number(found["ratio_of_medians"], 2, "x"),
-                    f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-",
+                    number_range(ratios),
                     number(found["target"], 1, "x"),
                     number(100 * min(same) if same else None, 0, "%"),
                 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -40,6 +40,11 @@ def merged(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
     return dict(pairs or [])
 
 
-def relative_to_packages(path: str | None) -> str | None:
-    """A library's path from its site-packages folder on: results should not carry a machine's own folders."""
-    return None if path is None else path.rsplit("site-packages/", 1)[-1]
+def blas_summary(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's BlasStatus for the result: the library from its site-packages folder on, without the machine's own."""
+    library = status["library"]
+    return {
+        "active": status["active"],
+        "library": None if library is None else library.rsplit("site-packages/", 1)[-1],
+        "num_threads": status["num_threads"],
+    }

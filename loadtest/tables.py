@@ -12,6 +12,11 @@ def number(value: float | None, digits: int = 1, suffix: str = "") -> str:
     return MISSING if value is None else f"{value:,.{digits}f}{suffix}"
 
 
+def number_range(values: Sequence[float], digits: int = 2) -> str:
+    """The least and the largest of measured values, or a dash where nothing was measured."""
+    return f"{number(min(values), digits)} to {number(max(values), digits)}" if values else MISSING
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, its first column aligned left and the others right. Raises ValueError for a row of another length."""
     for row in rows:

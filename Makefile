@@ -1,0 +1,42 @@
+# Every target runs in the project's own environment through uv. ARGS goes to the benchmark: make bench-engine ARGS=--quick
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory clean
+
+UV_RUN := uv run
+ARGS ?=
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install:  ## the environment: .venv with everything, development tools included
+	uv sync
+
+test:  ## the tests that need no accelerator and no network
+	$(UV_RUN) pytest
+
+lint:  ## style, types and the direction of imports
+	$(UV_RUN) ruff check .
+	$(UV_RUN) ruff format --check .
+	$(UV_RUN) mypy
+	$(UV_RUN) lint-imports
+
+format:  ## rewrite the code in the house style
+	$(UV_RUN) ruff check --fix .
+	$(UV_RUN) ruff format .
+
+bench: bench-engine bench-serve bench-memory  ## all benchmarks, one after the other
+
+bench-engine:  ## in-process throughput against mlx-lm's BatchGenerator, into bench-results/engine.json
+	$(UV_RUN) python -m loadtest.bench_engine $(ARGS)
+
+bench-serve:  ## over HTTP against in process, cached prefixes, long prompts, into bench-results/serve.json
+	$(UV_RUN) python -m loadtest.bench_serve $(ARGS)
+
+bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/memory.json
+	$(UV_RUN) python -m loadtest.bench_memory $(ARGS)
+
+clean:  ## caches and build products; not .venv, not bench-results
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
