@@ -20,6 +20,7 @@ from mlx_engine.types import SamplingParams, ScheduledSequence
 # Bisection halves a range of 60 nats this often: what remains is below a float32's rounding of a logit.
 _BISECTIONS = 26
 _RANGE = 60.0
+_LOWEST = 2**-40
 
 
 def uniform(seed: int, position: int) -> float:
@@ -90,12 +91,14 @@ def _draw(logits: mx.array, batch: SamplingBatch) -> mx.array:
         kept = (weights > 0).astype(mx.float32)
         weights = weights * (x >= _threshold(x, kept, batch.top_k))
     if batch.top_p is not None:
-        mass = batch.top_p * weights.sum(axis=-1, keepdims=True)
+        # Never 0, which no token at all would reach already.
+        mass = mx.maximum(batch.top_p, 1e-9) * weights.sum(axis=-1, keepdims=True)
         weights = weights * (x >= _threshold(x, weights, mass))
     cumulated = mx.cumsum(weights, axis=-1)
     total = cumulated[:, -1:]
     # Below the total even when rounding says otherwise, so that the token found always has weight.
-    target = mx.minimum(batch.uniforms * total, total * (1 - 2**-22))
+    # Above 0 by more than all the tokens together that are left with e**-60 of weight.
+    target = mx.minimum(mx.maximum(batch.uniforms, _LOWEST) * total, total * (1 - 2**-22))
     return (cumulated <= target).sum(axis=-1).astype(mx.uint32)
 
 
