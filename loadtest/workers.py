@@ -50,6 +50,8 @@ class Worker:
     def call(self, method: str, timeout_s: float, **params: Any) -> Any:
         """The method's result. Raises WorkerTimeout (and stops the worker) or WorkerError."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            raise WorkerError(f"{self._name} has been stopped")
         try:
             self._process.stdin.write(json.dumps({"method": method, "params": params}) + "\n")
             self._process.stdin.flush()

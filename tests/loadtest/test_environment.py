@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+from loadtest.environment import describe, headline, write_json
+
+
+def test_a_result_says_where_and_when_it_was_measured(tmp_path: Path) -> None:
+    found = describe()
+    assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
+    assert found["machine"]["cores"] >= 1
+    assert found["versions"]["mlx"] in headline(found)
+    write_json(tmp_path / "deep" / "result.json", found)
+    assert json.loads((tmp_path / "deep" / "result.json").read_text()) == found
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["result.json"]
