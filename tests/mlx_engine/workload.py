@@ -76,8 +76,17 @@ class Client:
         self.engine.check_idle()
         return outputs
 
+    def expect_tokens(self, prompt: list[int], count: int) -> list[int]:
+        """What follows a prompt, end-of-sequence tokens or not."""
+        return reference_tokens(prompt, count, VOCAB)
+
     def finish(self) -> None:
         """Steps until nothing is left: everyone has the whole answer, every block is back, and the counts add up."""
+        self.finish_open()
+        self._check_idle()
+
+    def finish_open(self) -> None:
+        """Steps until nothing is left and everyone has the whole answer. Leaves the prefix cache as it is."""
         todo = [e for e in self.open.values() if not e.finished]
         # Each step moves a token; recomputing what preemption took may multiply that.
         steps = 100 + 20 * sum(len(e.request.prompt_token_ids) + e.num_sampled for e in todo)
@@ -86,7 +95,6 @@ class Client:
             self.step()
             steps -= 1
         assert not self.open, f"never finished: {sorted(self.open)}"
-        self._check_idle()
 
     def _expect(self, request: Request) -> Expected:
         prompt, sampling = request.prompt_token_ids, request.sampling
