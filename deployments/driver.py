@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -49,25 +50,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--dashboard", action="store_true")
     parser.add_argument("--num-cpus", type=int, default=_DEFAULT_NUM_CPUS)
+    parser.add_argument("--scratch", type=Path, default=None, help="a folder to delete in the end")
     options = parser.parse_args(argv)
     try:
-        config = read_config(options.config)
+        return _serve(options.config, num_cpus=options.num_cpus, dashboard=options.dashboard)
+    finally:
+        if options.scratch is not None:
+            shutil.rmtree(options.scratch, ignore_errors=True)
+
+
+def _serve(path: Path, *, num_cpus: int, dashboard: bool) -> int:
+    try:
+        config = read_config(path)
     except ConfigError as error:
-        print(f"quire: {options.config}: {error}", file=sys.stderr)
+        print(f"quire: {path}: {error}", file=sys.stderr)
         return 1
     # Ctrl-C ends Serve in order; so shall whatever else ends this process.
     signal.signal(signal.SIGTERM, _interrupt)
     watcher = Watcher(config)
     try:
         if not os.environ.get("RAY_ADDRESS"):
-            _start_ray(options.num_cpus, options.dashboard)
+            _start_ray(num_cpus, dashboard)
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in its place
         watcher.start()
-        scripts.cli(["run", str(options.config)], standalone_mode=False)
+        scripts.cli(["run", str(path)], standalone_mode=False)
     except (SystemExit, KeyboardInterrupt):
         pass  # how `serve run` ends
     finally:
         watcher.stop()
+        ray.shutdown()
     if watcher.failure is not None:
         print(f"quire: {watcher.failure}", file=sys.stderr)
         return 1

@@ -142,7 +142,7 @@ class EngineClient(Protocol):
         """How the engine is, from what is known here; asks nobody."""
 
     async def stats(self) -> EngineStats | None:
-        """The engine's figures, fresh; None if it does not answer within a second or two."""
+        """The engine's figures, fresh; None if it does not answer within a few seconds."""
 
 
 def _merge(outputs: Sequence[RequestOutput]) -> RequestOutput:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deployments.cli import num_cores
 from deployments.engine_actor import DEFAULT_BUILDER, Abort, Command, EngineActor, EngineStatus, Event, unpack
 from deployments.engine_api import EngineHealth, HealthStatus, OutputStream, ServedModel, TextModel
 from deployments.settings import QuireSettings
@@ -23,7 +24,7 @@ from mlx_engine.types import EngineStats, Request
 
 logger = logging.getLogger(__name__)
 
-_STATS_TIMEOUT_S = 2.0
+_STATS_TIMEOUT_S = 5.0  # they are taken between two steps
 _MAX_BACKOFF_S = 30.0
 # Items that the actor may be ahead of us. Beyond, its steps merge: we get fewer, larger items.
 _STREAM_AHEAD = 16
@@ -300,14 +301,10 @@ def _auto_gpus(node_id: str) -> float:
 
 def _runtime_env(num_threads: int | None) -> dict[str, Any]:
     # Ray sets OMP_NUM_THREADS to the actor's num_cpus, which would leave OpenBLAS a single thread.
-    wanted = str(num_threads or _num_cores())
+    wanted = str(num_threads or num_cores())
     if os.environ.get("OPENBLAS_NUM_THREADS") == wanted:
         return {}
     return {"env_vars": {"OPENBLAS_NUM_THREADS": wanted}}
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_line(error: Exception) -> str:

@@ -79,8 +79,11 @@ class OpenAIServer:
 
 
 def _announce(line: str) -> None:
-    # A replica's own standard output reaches the terminal; what Serve puts in its place may only reach a log file.
-    print(f"[quire] {line}", file=sys.__stdout__, flush=True)
+    # A replica's own standard output reaches the terminal; what Serve puts in its place may only reach a log file,
+    # and so may Serve's own `print`.
+    if sys.__stdout__ is not None:
+        sys.__stdout__.write(f"[quire] {line}\n")
+        sys.__stdout__.flush()
 
 
 def _log_to_terminal() -> None:

