@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -36,6 +36,9 @@ bench-serve:  ## over HTTP against in process, cached prefixes, long prompts, in
 
 bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/memory.json
 	$(UV_RUN) python -m loadtest.bench_memory $(ARGS)
+
+docs:  ## write the README's tables from the code
+	$(UV_RUN) python -m deployments.reference README.md
 
 clean:  ## caches and build products; not .venv, not bench-results
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

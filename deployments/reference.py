@@ -1,6 +1,6 @@
 """Writes the README's tables from the code: configuration keys, and request fields.
 
-    python -m deployments.reference README.md            # rewrites the parts between the markers
+python -m deployments.reference README.md            # rewrites the parts between the markers
 """
 
 from __future__ import annotations
