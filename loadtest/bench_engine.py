@@ -20,7 +20,7 @@ from tqdm import tqdm
 from loadtest import environment
 from loadtest.engine_cases import METRICS, MIXED_LENGTHS, Case, CaseResult, Prompts, mixed_case, render, run_case
 from loadtest.engine_cases import uniform_case as uniform
-from loadtest.options import blas_summary, int_list, key_value, merged, positive_int
+from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.workers import Worker, WorkerTimeout
 
@@ -139,6 +139,7 @@ def measure(args: argparse.Namespace, folder: Path, arms: Arms) -> list[CaseResu
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table and writes the JSON. 1 when a case failed."""
     args = parse_args(argv)
+    exit_on_sigterm()
     found = environment.describe()
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
         log, folder = Path(temporary) / "workers.log", Path(temporary) / "model"

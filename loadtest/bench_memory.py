@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from loadtest import environment, metrics_page
 from loadtest.client import Client
-from loadtest.options import key_value, merged, positive_int
+from loadtest.options import exit_on_sigterm, key_value, merged, positive_int
 from loadtest.prompts import PromptSource
 from loadtest.serve_process import ServeProcess, read_config
 from loadtest.tables import markdown_table, number
@@ -196,6 +196,7 @@ def render(outcome: Outcome) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table and writes the JSON. 1 when an answer was wrong or a block is missing."""
     args = parse_args(argv)
+    exit_on_sigterm()
     found = environment.describe()
     config = read_config(args.config, merged(args.engine))
     with (

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.client import Client
-from loadtest.options import blas_summary, int_list, key_value, merged, positive_int
+from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, throughput_round
 from loadtest.serve_process import ServeProcess, read_config
@@ -97,27 +98,29 @@ class Bench:
                 for clients in args.clients:
                     found = Throughput(clients)
                     cases.append(found)
-                    await self._guarded(f"{clients} clients", self._throughput(client, found))
+                    await self._guarded(f"{clients} clients", found, self._throughput(client, found))
             if "prefix" in args.part:
                 prefix = PrefixTTFT(args.prefix_tokens)
                 cases.append(prefix)
-                await self._guarded("cached prefix", self._prefix(client, prefix))
+                await self._guarded("cached prefix", prefix, self._prefix(client, prefix))
             if "gap" in args.part:
                 config = self._engine["config"]
                 budget = config["max_num_batched_tokens"]
                 gaps = Gaps(args.streams, args.long_prompt_tokens, min(budget, config["max_prefill_chunk"] or budget))
                 cases.append(gaps)
-                await self._guarded("long prompt", self._gap(client, gaps))
+                await self._guarded("long prompt", gaps, self._gap(client, gaps))
         self._bar.close()
         return cases
 
-    async def _guarded(self, name: str, part: Any) -> None:
+    async def _guarded(self, name: str, case: Case, part: Coroutine[Any, Any, None]) -> None:
         """Runs one case under its time limit; a failure ends it and is kept."""
         self._bar.set_description(name)
         try:
             await asyncio.wait_for(part, self._args.case_timeout)
         except TimeoutError:
             self.failures.append(f"{name}: not done after {self._args.case_timeout} s")
+            if isinstance(case, Throughput):
+                self._worker.close()  # it may still work, and what comes next would be measured beside it
         except (CaseError, WorkerError) as error:
             self.failures.append(f"{name}: {error}")
 
@@ -127,7 +130,7 @@ class Bench:
             into = found if counted else Throughput(found.clients)
             prompts = [self._prompts.take(args.prompt_tokens)
                        for _ in range(found.clients * (args.requests_per_client if counted else 1))]  # fmt: skip
-            await throughput_round(into, client, self._in_process, prompts, args.output_tokens if counted else 4)
+            await throughput_round(into, client, self._in_process, prompts, args.output_tokens)
             self._bar.update()
 
     def _in_process(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> dict[str, Any]:
@@ -216,7 +219,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> tuple[list[Case], list[s
     threads = (serve_args.get("engine_actor") or {}).get("num_threads")
     env = {"OPENBLAS_NUM_THREADS": str(threads)} if threads else {}
     with Worker("loadtest.worker_quire", folder / "worker.log", env) as worker:
-        engine = worker.call("build_served", _START_TIMEOUT_S, args=serve_args)
+        engine = worker.call("build", _START_TIMEOUT_S, config=serve_args["engine"])
         with ServeProcess(config, folder) as server:
             bench = Bench(args, server, worker, engine)
             cases = asyncio.run(bench.run())
@@ -227,8 +230,14 @@ def _measure(args: argparse.Namespace, folder: Path) -> tuple[list[Case], list[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the tables and writes the JSON. 1 when a case failed."""
+    """Measures, prints the tables and writes the JSON. 1 when a case failed, 2 when the arms would differ."""
     args = parse_args(argv)
+    exit_on_sigterm()
+    overrides = sorted(name for name in os.environ if name.startswith("QUIRE_ENGINE"))
+    if overrides:
+        print(f"unset {', '.join(overrides)}: the server would heed them and the in-process engine would not. "
+              "Use --engine KEY=VALUE", file=sys.stderr)  # fmt: skip
+        return 2
     found = environment.describe()
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
         cases, failures, engine, ready_s = _measure(args, Path(temporary))

@@ -106,12 +106,13 @@ def run_case(
     """Runs the case `rounds` times, ours then the peer's, with new prompts in each round, the same for both.
 
     call(arm, prompts, max_tokens) runs one arm; what it raises is kept as the case's failure, with the rounds before.
-    A first, short run of each arm is not counted. Raises ValueError when prompts run out.
+    A first run of each arm is not counted: what is compiled on first use is compiled there. Raises ValueError when
+    prompts run out.
     """
     result = CaseResult(case)
     try:
         for arm in ARMS:
-            call(arm, [prompts.take(length) for length in case.prompt_lengths], 2)
+            call(arm, [prompts.take(length) for length in case.prompt_lengths], case.max_tokens)
             tick()
         for _ in range(rounds):
             _run_round(case, [prompts.take(length) for length in case.prompt_lengths], call, result, tick)

@@ -92,14 +92,15 @@ class ServeProcess:
         self.stop()
 
     def stop(self) -> None:
-        """Interrupts the server, then kills what is left of it after half a minute; safe to call again."""
+        """Ends the server in order, then kills what is left of it after half a minute; safe to call again."""
         server = self._process
         if server is None:
             return
         self._process = None
         ours = self._descendants(server.pid)
         if server.poll() is None:
-            server.send_signal(signal.SIGINT)
+            # Not SIGINT: whoever started us in the background of a script made us, and so the server, ignore it.
+            server.send_signal(signal.SIGTERM)
         try:
             server.wait(timeout=_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -11,8 +11,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from deployments.settings import load_settings
-
 # Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.blas import preload_openblas
 from mlx_engine.config import EngineConfig
@@ -63,13 +61,7 @@ class QuireWorker:
 
     def build(self, config: dict[str, Any]) -> dict[str, Any]:
         """Builds the engine from EngineConfig's keys; says what it became."""
-        return self._build(EngineConfig(**config))
-
-    def build_served(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Builds the engine that the server builds from a Serve config's `args` (and the environment)."""
-        return self._build(load_settings(args).engine)
-
-    def _build(self, settings: EngineConfig) -> dict[str, Any]:
+        settings = EngineConfig(**config)
         self._engine = build_engine(settings)
         info = dataclasses.asdict(self._engine.info)
         info["eos_token_ids"] = sorted(info["eos_token_ids"])
@@ -136,7 +128,6 @@ def main() -> None:
     handlers: dict[str, Handler] = {
         "export": worker.export,
         "build": worker.build,
-        "build_served": worker.build_served,
         "run": worker.run,
         "closed_loop": worker.closed_loop,
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.bench_serve import parse_args, render
+from loadtest.bench_serve import main, parse_args, render
 from loadtest.client import Client, RequestResult
 from loadtest.prompts import PromptSource
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, split_gaps
@@ -133,3 +133,11 @@ def test_the_issues_loads_are_the_defaults() -> None:
     assert (args.prefix_tokens, args.long_prompt_tokens, args.streams) == (1500, 6000, 8)
     assert args.part == ["throughput", "prefix", "gap"]
     assert parse_args(["--part", "gap", "--quick"]).part == ["gap"]
+
+
+def test_a_variable_that_only_the_server_heeds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_ENGINE__MAX_NUM_SEQS", "3")
+    assert main(["--quick"]) == 2
+    assert "QUIRE_ENGINE__MAX_NUM_SEQS" in capsys.readouterr().err
