@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from loadtest import processes
 
 _STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
+_PORTS = range(18000, 28000)
 
 
 class ServeError(RuntimeError):
@@ -29,10 +31,18 @@ class ServeError(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, and that no outgoing connection will be given before the server has it.
+
+    Systems deal those from 32768 or 49152 up, and the server binds its port only after many seconds.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServeError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def read_config(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
