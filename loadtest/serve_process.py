@@ -24,25 +24,34 @@ from loadtest import processes
 _STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
 _PORTS = range(18000, 28000)
+# Ports that Ray Serve takes besides the one of the API. `quire serve` leaves those alone that are set.
+_OTHER_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+)
 
 
 class ServeError(RuntimeError):
     """The server did not start, or ended."""
 
 
-def free_port() -> int:
-    """A TCP port that is free now, and that no outgoing connection will be given before the server has it.
+def free_ports(count: int) -> list[int]:
+    """TCP ports that are free now, and that no outgoing connection will be given before the server has them.
 
-    Systems deal those from 32768 or 49152 up, and the server binds its port only after many seconds.
+    Systems deal those from 32768 or 49152 up, and the server binds its ports only after many seconds.
     """
+    found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))
             except OSError:
                 continue
-            return port
-    raise ServeError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise ServeError(f"fewer than {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
 def read_config(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
@@ -63,19 +72,21 @@ class ServeProcess:
 
     def __init__(self, config: dict[str, Any], folder: Path, ready_timeout_s: float = 300.0) -> None:
         """config: what `read_config` gave. Its copy with a free port, and the server's log, go into `folder`."""
-        port = free_port()
-        http = {**(config.get("http_options") or {}), "host": "127.0.0.1", "port": port}
+        self._ports = free_ports(1 + len(_OTHER_PORTS))
+        http = {**(config.get("http_options") or {}), "host": "127.0.0.1", "port": self._ports[0]}
         self._path = folder / "serve.yaml"
         self._path.write_text(yaml.safe_dump({**config, "http_options": http}))
         self._log = folder / "serve.log"
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self.base_url = f"http://127.0.0.1:{port}"
+        self.base_url = f"http://127.0.0.1:{self._ports[0]}"
         self.ready_s: float | None = None  # from start to the first good /health
 
     def __enter__(self) -> ServeProcess:
         # Another Ray on this machine is none of our business, and would be ended with ours.
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        # Another server that starts at the same time would take the same ones.
+        environment |= {name: str(port) for name, port in zip(_OTHER_PORTS, self._ports[1:], strict=True)}
         started = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

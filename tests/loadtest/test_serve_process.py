@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.serve_process import free_port, read_config
+from loadtest.serve_process import free_ports, read_config
 
 
-def test_a_free_port_can_be_bound_and_is_none_of_those_dealt_to_clients() -> None:
-    port = free_port()
-    assert port < 32768
+def test_free_ports_can_be_bound_and_are_none_of_those_dealt_to_clients() -> None:
+    ports = free_ports(4)
+    assert len(set(ports)) == 4
+    assert max(ports) < 32768
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", ports[0]))
 
 
 def test_engine_values_replace_the_files_and_leave_the_rest(tmp_path: Path) -> None:
