@@ -149,6 +149,11 @@ class Watcher:
         """Stops watching."""
         self._stopped.set()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still watches."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while not self._stopped.wait(_POLL_S):
             self.failure = self._deploy_failure()
@@ -163,6 +168,8 @@ class Watcher:
                 return
 
     def _deploy_failure(self) -> str | None:
+        if not ray.is_initialized():
+            return None  # asking would start one
         try:
             applications = serve.status().applications
         except Exception:  # Serve is not up yet, or no more

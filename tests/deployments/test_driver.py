@@ -1,0 +1,129 @@
+"""What `quire serve` checks before it starts Ray, and when its watcher ends it. The rest is in tests/integration."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.driver import ServeConfig, Watcher, main, read_config
+from mlx_engine.errors import ConfigError
+from tests.deployments.fakes import DEADLINE_S
+
+APP = {"name": "quire", "route_prefix": "/", "import_path": "deployments.app:build_app"}
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_a_config_is_read_for_its_applications_and_its_address(tmp_path: Path) -> None:
+    other = {"name": "other", "import_path": "somewhere:app", "args": {"engine": {"nonsense": 1}}}
+    content = {
+        "http_options": {"host": "0.0.0.0", "port": 1234},
+        "applications": [other, {**APP, "route_prefix": "/x"}],
+    }
+    assert read_config(write(tmp_path, content)) == ServeConfig(("quire",), "http://127.0.0.1:1234/x/health")
+    assert read_config(write(tmp_path, {"applications": [APP]})).health_url == "http://127.0.0.1:8000/health"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[", "can't be read"),
+        ("5", "applications"),
+        ({"applications": {}}, "applications"),
+        ({"applications": [{**APP, "args": 5}]}, "args: must be a mapping"),
+        ({"applications": [{**APP, "args": {"engine": {"max_num_seq": 1}}}]}, "did you mean 'max_num_seqs'?"),
+        ({"applications": [{**APP, "args": {"engine": {"model": "/no/such/model"}}}]}, "there is no /no/such/model"),
+        ({"applications": [{**APP, "args": {"engine": {"model": "no.gguf"}}}]}, "there is no no.gguf"),
+    ],
+)
+def test_what_is_wrong_is_named_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, expected: str
+) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert expected in str(caught.value)
+    assert main([str(path)]) == 1
+    assert expected in capsys.readouterr().err
+
+
+def test_a_hub_id_is_no_path(tmp_path: Path) -> None:
+    read_config(write(tmp_path, {"applications": [{**APP, "args": {"engine": {"model": "org/model"}}}]}))
+
+
+def test_the_scratch_folder_goes_however_it_ends(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "file").write_text("")
+    assert main([str(write(tmp_path, "[")), "--scratch", str(scratch)]) == 1
+    assert not scratch.exists()
+
+
+class _Health:
+    """A server whose /health says what it is told to."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/health"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def watch(status: int, body: bytes) -> tuple[Watcher, bool]:
+    """The watcher after it has ended, and whether it sent SIGINT."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    health = _Health(status, body)
+    watcher = Watcher(ServeConfig(("quire",), health.url))
+    try:
+        watcher.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while watcher.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)  # lets the signal handler run
+        assert not watcher.is_alive
+    finally:
+        health.server.shutdown()
+        health.server.server_close()
+        signal.signal(signal.SIGINT, before)
+    return watcher, interrupted.is_set()
+
+
+def test_the_watcher_ends_what_can_never_serve() -> None:
+    watcher, interrupted = watch(503, b'{"status": "failed", "error": "num_blocks is 4"}')
+    assert watcher.failure == "num_blocks is 4"
+    assert interrupted
+
+
+def test_the_watcher_goes_when_all_is_well() -> None:
+    watcher, interrupted = watch(200, b'{"status": "ok"}')
+    assert watcher.failure is None
+    assert not interrupted
+
+
+def test_the_watcher_waits_while_nothing_is_known() -> None:
+    watcher = Watcher(ServeConfig(("quire",), "http://127.0.0.1:9/health"))
+    watcher.start()
+    time.sleep(1.2)
+    assert watcher.is_alive
+    assert watcher.failure is None
+    watcher.stop()
