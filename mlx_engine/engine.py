@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mlx_engine.errors import RequestError
 from mlx_engine.interfaces import ModelRunner, StepHandle
-from mlx_engine.scheduler import Scheduler, Step
+from mlx_engine.scheduler import Scheduler
+from mlx_engine.sequence import Step
 from mlx_engine.types import EngineInfo, EngineStats, Request, RequestOutput
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from mlx_engine.errors import IntegrityError
 from mlx_engine.interfaces import KVCacheManager, SchedulerPolicy
+from mlx_engine.sequence import SequenceState, Step, StepSlot
 from mlx_engine.types import (
     CacheKey,
     EngineStats,
@@ -22,7 +23,6 @@ from mlx_engine.types import (
     PrefixMatch,
     Request,
     RequestOutput,
-    RequestView,
     ScheduledRequest,
     ScheduledSequence,
     SchedulerOutput,
@@ -37,80 +37,6 @@ MAX_OVERTAKES = 32
 # A request that was preempted this often keeps its blocks: a policy whose victims take each other's place in turn would
 # otherwise compute for ever and never sample a token.
 MAX_PREEMPTIONS = 64
-
-
-@dataclass(slots=True, eq=False)
-class SequenceState:
-    """One request in progress. Owned by the Scheduler; nobody else keeps one."""
-
-    request: Request
-    key: CacheKey
-    seed: int
-    max_total_tokens: int  # prompt and output together
-    arrival_time: float
-    token_ids: list[int]  # prompt and output known to the host
-    # Sampled, but the value is still on the device: at most 1 when a step is scheduled, 2 until the step before
-    # it has been waited for.
-    num_pending_tokens: int = 0
-    num_computed_tokens: int = 0  # K/V in the pool, the step in flight included
-    running: bool = False
-    finished: bool = False
-    epoch: int = 0  # counts preemptions: results of an older epoch fill no blocks
-    num_cached_tokens: int | None = None  # at first admission
-    num_overtakes: int = 0
-    first_scheduled_time: float | None = None
-    last_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    view: RequestView | None = None  # cached while nothing changes
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - len(self.request.prompt_token_ids)
-
-    @property
-    def awaits_last_token(self) -> bool:
-        """Whether the step in flight gives its last token: nothing more to schedule, only to wait."""
-        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
-
-    def to_view(self) -> RequestView:
-        if self.view is None:
-            request = self.request
-            self.view = RequestView(
-                request_id=request.request_id,
-                arrival_time=self.arrival_time,
-                priority=request.priority,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_tokens=self.num_tokens,
-                num_computed_tokens=self.num_computed_tokens,
-                num_output_tokens=self.num_output_tokens,
-                max_tokens=self.max_total_tokens - len(request.prompt_token_ids),
-                num_preemptions=self.epoch,
-                last_scheduled_time=self.last_scheduled_time,
-            )
-        return self.view
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A sequence's place in a step: what is needed to apply the result later."""
-
-    state: SequenceState
-    epoch: int
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """A scheduled step and the bookkeeping that its result needs."""
-
-    output: SchedulerOutput
-    slots: tuple[_Slot, ...]
 
 
 @dataclass(slots=True)
@@ -133,7 +59,7 @@ class _Plan:
     """The step being put together."""
 
     budget: int
-    slots: dict[str, _Slot] = field(default_factory=dict)
+    slots: dict[str, StepSlot] = field(default_factory=dict)
     blocked: SequenceState | None = None  # the first waiting request that got no blocks in this step
 
 
@@ -319,7 +245,7 @@ class Scheduler:
         while not self._kv.allocate_slots(request_id, end):
             if not self._preempt_for(request_id, plan, now) or not state.running:
                 return
-        plan.slots[request_id] = _Slot(
+        plan.slots[request_id] = StepSlot(
             state, state.epoch, state.num_computed_tokens, num_tokens, samples=end == state.num_tokens
         )
         plan.budget -= num_tokens
@@ -397,7 +323,7 @@ class Scheduler:
                 self._cache(slot)
         return outputs
 
-    def _append(self, slot: _Slot, sampled: Mapping[str, int], now: float) -> RequestOutput:
+    def _append(self, slot: StepSlot, sampled: Mapping[str, int], now: float) -> RequestOutput:
         state = slot.state
         sampling = state.request.sampling
         token = sampled[state.request.request_id]
@@ -430,7 +356,7 @@ class Scheduler:
             num_preemptions=state.epoch,
         )
 
-    def _cache(self, slot: _Slot) -> None:
+    def _cache(self, slot: StepSlot) -> None:
         state = slot.state
         end = slot.start + slot.num_tokens
         if slot.epoch == state.epoch and end // self._block_size > slot.start // self._block_size:

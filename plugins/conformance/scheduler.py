@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from mlx_engine.interfaces import SchedulerPolicy
-from mlx_engine.scheduler import Scheduler, Step
+from mlx_engine.scheduler import Scheduler
+from mlx_engine.sequence import Step
 from mlx_engine.types import (
     ModelRunnerOutput,
     Request,

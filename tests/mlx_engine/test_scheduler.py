@@ -8,7 +8,8 @@ import pytest
 
 from mlx_engine.errors import IntegrityError
 from mlx_engine.interfaces import SchedulerPolicy
-from mlx_engine.scheduler import MAX_OVERTAKES, Scheduler, Step
+from mlx_engine.scheduler import MAX_OVERTAKES, Scheduler
+from mlx_engine.sequence import Step
 from mlx_engine.types import (
     FinishReason,
     ModelRunnerOutput,

@@ -1,0 +1,84 @@
+"""A request in progress, and its place in a step: the Scheduler's own records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_engine.types import CacheKey, Request, RequestView, SchedulerOutput
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One request in progress. Owned by the Scheduler; nobody else keeps one."""
+
+    request: Request
+    key: CacheKey
+    seed: int
+    max_total_tokens: int  # prompt and output together
+    arrival_time: float
+    token_ids: list[int]  # prompt and output known to the host
+    # Sampled, but the value is still on the device: at most 1 when a step is scheduled, 2 until the step before
+    # it has been waited for.
+    num_pending_tokens: int = 0
+    num_computed_tokens: int = 0  # K/V in the pool, the step in flight included
+    running: bool = False
+    finished: bool = False
+    epoch: int = 0  # counts preemptions: results of an older epoch fill no blocks
+    num_cached_tokens: int | None = None  # at first admission
+    num_overtakes: int = 0
+    first_scheduled_time: float | None = None
+    last_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    view: RequestView | None = None  # cached while nothing changes
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, counting tokens whose value is still on the device."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output alone, counted in the same way."""
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether the step in flight gives its last token: nothing more to schedule, only to wait."""
+        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
+
+    def to_view(self) -> RequestView:
+        """What policies see of it. Whoever changes the state sets `view` to None."""
+        if self.view is None:
+            request = self.request
+            self.view = RequestView(
+                request_id=request.request_id,
+                arrival_time=self.arrival_time,
+                priority=request.priority,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_tokens=self.num_tokens,
+                num_computed_tokens=self.num_computed_tokens,
+                num_output_tokens=self.num_output_tokens,
+                max_tokens=self.max_total_tokens - len(request.prompt_token_ids),
+                num_preemptions=self.epoch,
+                last_scheduled_time=self.last_scheduled_time,
+            )
+        return self.view
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlot:
+    """A sequence's place in a step: what is needed to apply the result later."""
+
+    state: SequenceState
+    epoch: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """A scheduled step and the bookkeeping that its result needs."""
+
+    output: SchedulerOutput
+    slots: tuple[StepSlot, ...]
