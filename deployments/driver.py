@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import shutil
@@ -23,8 +24,10 @@ from typing import Any
 
 import ray
 import yaml
+from pydantic import ValidationError
 from ray import serve
 from ray.serve import scripts
+from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
 from deployments.settings import load_settings
 from mlx_engine.config import EMBEDDED_MODEL
@@ -93,13 +96,11 @@ def read_config(path: Path) -> ServeConfig:
         raise ConfigError(f"can't be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise ConfigError("is no Ray Serve config: it needs a list `applications`")
+    _check_serve_keys(content)
     apps = []
     for app in content["applications"]:
-        if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH:
-            args = app.get("args") or {}
-            if not isinstance(args, dict):
-                raise ConfigError("args: must be a mapping")
-            settings = load_settings(args)
+        if app["import_path"] == IMPORT_PATH:
+            settings = load_settings(app.get("args"))
             _check_model_path(settings.engine.model)
             apps.append((str(app.get("name", "default")), str(app.get("route_prefix", "/"))))
     http = content.get("http_options") or {}
@@ -107,6 +108,25 @@ def read_config(path: Path) -> ServeConfig:
     prefix = apps[0][1].rstrip("/") if apps else ""
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::", None) else host
     return ServeConfig(tuple(name for name, _ in apps), f"http://{reachable}:{port}{prefix}/health")
+
+
+def _check_serve_keys(content: dict[str, Any]) -> None:
+    """What `serve run` would refuse with a traceback once Ray runs, or ignore altogether."""
+    for where, mapping, schema in (
+        ("", content, ServeDeploySchema),
+        ("http_options.", content.get("http_options") or {}, HTTPOptionsSchema),
+    ):
+        for key in mapping if isinstance(mapping, dict) else ():
+            if key not in schema.model_fields:
+                near = difflib.get_close_matches(str(key), schema.model_fields, n=1, cutoff=0.5)
+                raise ConfigError(f"{where}{key}: unknown key" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    try:
+        ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise ConfigError(
+            "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems)
+        ) from error
 
 
 def _check_model_path(model: str) -> None:
@@ -176,8 +196,8 @@ class Watcher:
             return None
         for name, status in applications.items():
             if name in self._config.apps and status.status == "DEPLOY_FAILED":
-                reasons = [status.message, *(deployment.message for deployment in status.deployments.values())]
-                return f"application {name!r} can't be deployed. " + "\n".join(reason for reason in reasons if reason)
+                messages = [deployment.message for deployment in status.deployments.values()] or [status.message]
+                return f"application {name!r} can't be deployed: " + "; ".join(map(_last_line, messages))
         return None
 
     def _health(self) -> dict[str, Any] | None:
@@ -192,6 +212,12 @@ class Watcher:
         except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) else None
+
+
+def _last_line(message: str) -> str:
+    """The exception at the end of a traceback, which is what Serve's messages are."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "Serve gave no reason"
 
 
 if __name__ == "__main__":

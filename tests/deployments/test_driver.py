@@ -41,10 +41,14 @@ def test_a_config_is_read_for_its_applications_and_its_address(tmp_path: Path) -
         ("[", "can't be read"),
         ("5", "applications"),
         ({"applications": {}}, "applications"),
-        ({"applications": [{**APP, "args": 5}]}, "args: must be a mapping"),
+        ({"applications": [{**APP, "args": 5}]}, "applications.0.args: "),
         ({"applications": [{**APP, "args": {"engine": {"max_num_seq": 1}}}]}, "did you mean 'max_num_seqs'?"),
         ({"applications": [{**APP, "args": {"engine": {"model": "/no/such/model"}}}]}, "there is no /no/such/model"),
         ({"applications": [{**APP, "args": {"engine": {"model": "no.gguf"}}}]}, "there is no no.gguf"),
+        ({"applications": [APP], "http_option": {}}, "http_option: unknown key (did you mean 'http_options'?)"),
+        ({"applications": [APP], "http_options": {"prot": 1}}, "http_options.prot: unknown key (did you mean 'port'?)"),
+        ({"applications": [APP], "http_options": {"port": "x"}}, "http_options.port: "),
+        ({"applications": [{**APP, "deployments": [{"name": "X", "num_replicas": "two"}]}]}, "num_replicas"),
     ],
 )
 def test_what_is_wrong_is_named_before_ray_starts(
