@@ -9,6 +9,7 @@ import ctypes
 import logging
 import sys
 import types
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -97,12 +98,12 @@ def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x. In float32 from fast_exp: MLX's CPU sigmoid costs several times as much."""
     if gate.dtype != mx.float32:
         return activations.swiglu(gate, x)  # type: ignore[no-any-return]
-    return _swiglu(gate, x)
+    return _gated(gate, x, fast_exp(mx.minimum(-gate, 87.0)))
 
 
-@mx.compile
-def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return gate * x / (1.0 + fast_exp(mx.minimum(-gate, 87.0)))
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, x: mx.array, exp_minus_gate: mx.array) -> mx.array:
+    return gate * x / (1.0 + exp_minus_gate)
 
 
 def _rebind_swiglu(module: nn.Module) -> bool:

@@ -47,7 +47,8 @@ class PagedModel:
         self._head.rows = rows
         logits: mx.array = self._model(token_ids[:, None], cache=list(views)).squeeze(1)
         self._head.rows = None
-        if rows is not None and not self._head.found:
+        # A head of another name (internlm2's `output`) saw all rows.
+        if rows is not None and logits.shape[0] != rows.shape[0]:
             logits = logits[rows]
         return logits
 

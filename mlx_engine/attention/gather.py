@@ -1,12 +1,12 @@
 """The `gather` backend: pages are collected through the block table, then attended to with MLX's own operations.
 
 The pool of one layer is [num_blocks + 1, num_kv_heads, block_size, head_dim], so that one head's part of a block is one
-contiguous matrix. Three paths, counted by name:
+contiguous matrix. The paths, counted by name:
 
 - `gather_sdpa`: decode rows; pages copied into a dense tensor, then `mx.fast.scaled_dot_product_attention`.
-- `paged_matmul`: decode rows on the CPU in float32; `mx.gather_mm` multiplies the pages where they lie, by index. MLX's
-  copies cost several times the arithmetic there.
+- `paged_matmul`: decode rows on the CPU in float32; the pages are multiplied where they lie.
 - `chunk_sdpa`: prefill chunks; each sequence's context gathered once, then MLX's attention with its causal mask.
+- `chunk_tiled`: the same on the CPU in float32, in tiles of queries (see cpu_paths.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.attention.cpu_paths import paged_matmul, tiled_chunk
 from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
+from mlx_engine.attention.pages import MASKED, Context, Pages
 from mlx_engine.input_batch import DecodeGroup, InputBatch, PrefillChunk
 from mlx_engine.interfaces import INTERFACE_VERSION
-from mlx_engine.mathops import exp_difference
 from mlx_engine.types import LayerKVSpec
-
-# Added to the scores of slots that a row must not see. Finite, so that a fully masked page gives no NaN.
-_MASKED = -1e30
 
 
 class GatherBackend:
@@ -92,13 +90,22 @@ class GatherBackend:
         parts = []
         for group in step.batch.decode_groups:
             rows = queries if len(group.rows) == queries.shape[0] else queries[step.rows(group)]
-            run = _paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
+            run = paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
             self._counts[self._decode] += 1
             parts.append(run(rows, keys, values, step.pages(group, window), scale, sinks))
         for chunk in step.batch.prefill_chunks:
-            self._counts["chunk_sdpa"] += 1
-            rows = queries[chunk.first_row : chunk.first_row + chunk.num_tokens]
-            parts.append(_chunk_sdpa(rows, keys, values, step.context(chunk, window), scale, sinks))
+            context = step.context(chunk, window)
+            tiled = self._decode == "paged_matmul" and sinks is None and isinstance(context.mask, str)
+            self._counts["chunk_tiled" if tiled else "chunk_sdpa"] += 1
+            rows = queries[chunk.first_row : chunk.first_row + chunk.num_tokens].squeeze(2).transpose(1, 0, 2)
+            k, v = _gather_context(keys, context), _gather_context(values, context)
+            if tiled:
+                out = tiled_chunk(rows, k, v, scale)
+            else:
+                out = mx.fast.scaled_dot_product_attention(
+                    rows[None], k[None], v[None], scale=scale, mask=context.mask, sinks=sinks
+                )[0]
+            parts.append(out.transpose(1, 0, 2)[:, :, None])
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         return out if step.order is None else out[step.order]
 
@@ -129,36 +136,6 @@ class _GatherView(PagedView):
     def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
         window = narrower(mask.window, self._spec.sliding_window)
         return self._backend.attend(self._layer, self._step, queries, scale, window, sinks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """The pages that a group of decode rows reads."""
-
-    block_tables: mx.array  # [B, P]
-    visible: mx.array  # [B, P, block_size] bool: the slots that the row sees
-    bias: mx.array  # [B, P, 1, 1, block_size] float32: 0 where visible
-    derived: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
-
-    def matrices(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
-        """For `mx.gather_mm`, both [B, P, num_kv_heads]: the query matrix of each row and head, and the page's."""
-        if num_kv_heads not in self.derived:
-            num_rows, num_pages = self.block_tables.shape
-            heads = mx.arange(num_kv_heads, dtype=mx.uint32)
-            page = self.block_tables.astype(mx.uint32)[:, :, None] * num_kv_heads + heads
-            row = (mx.arange(num_rows, dtype=mx.uint32) * num_kv_heads)[:, None, None] + heads
-            shape = (num_rows, num_pages, num_kv_heads)
-            self.derived[num_kv_heads] = (mx.contiguous(mx.broadcast_to(row, shape)), page)
-        return self.derived[num_kv_heads]
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """The pages that a prefill chunk reads, and how much of them."""
-
-    block_table: mx.array  # [P]
-    num_tokens: int  # keys from the first of these pages on
-    mask: mx.array | str  # [n, num_tokens] bool, or "causal"
 
 
 @dataclass(slots=True)
@@ -194,20 +171,20 @@ class _Step:
             self._cache[key] = mx.array(rows.astype(np.uint32))
         return self._cache[key]  # type: ignore[no-any-return]
 
-    def pages(self, group: DecodeGroup, window: int | None) -> _Pages:
+    def pages(self, group: DecodeGroup, window: int | None) -> Pages:
         key = ("pages", id(group), window)
         if key not in self._cache:
             self._cache[key] = _pages(group, window, self.block_size)
         return self._cache[key]  # type: ignore[no-any-return]
 
-    def context(self, chunk: PrefillChunk, window: int | None) -> _Context:
+    def context(self, chunk: PrefillChunk, window: int | None) -> Context:
         key = ("context", id(chunk), window)
         if key not in self._cache:
             self._cache[key] = _context(chunk, window, self.block_size)
         return self._cache[key]  # type: ignore[no-any-return]
 
 
-def _pages(group: DecodeGroup, window: int | None, block_size: int) -> _Pages:
+def _pages(group: DecodeGroup, window: int | None, block_size: int) -> Pages:
     tables, lens = group.block_tables, group.seq_lens
     # Pages that lie wholly before the window are left out.
     first_token = np.maximum(lens - window, 0) if window is not None else np.zeros_like(lens)
@@ -219,23 +196,23 @@ def _pages(group: DecodeGroup, window: int | None, block_size: int) -> _Pages:
     slots = first_page[:, None] * block_size + np.arange(tables.shape[1] * block_size)
     visible = (slots < lens[:, None]) & (slots >= first_token[:, None])
     visible = visible.reshape(*tables.shape, block_size)
-    bias = np.where(visible, 0.0, _MASKED).astype(np.float32)[:, :, None, None]
-    return _Pages(mx.array(tables), mx.array(visible), mx.array(bias))
+    bias = np.where(visible, 0.0, MASKED).astype(np.float32)[:, :, None, None]
+    return Pages(mx.array(tables), mx.array(visible), mx.array(bias))
 
 
-def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> _Context:
+def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> Context:
     if window is None or chunk.seq_len <= window:
-        return _Context(mx.array(chunk.block_table), chunk.seq_len, "causal")
+        return Context(mx.array(chunk.block_table), chunk.seq_len, "causal")
     first_page = max(chunk.start - window + 1, 0) // block_size
     first = first_page * block_size
     query = np.arange(chunk.start, chunk.seq_len)[:, None]
     key = np.arange(first, chunk.seq_len)[None]
     mask = (key <= query) & (key > query - window)
-    return _Context(mx.array(chunk.block_table[first_page:]), chunk.seq_len - first, mx.array(mask))
+    return Context(mx.array(chunk.block_table[first_page:]), chunk.seq_len - first, mx.array(mask))
 
 
 def _gather_sdpa(
-    queries: mx.array, keys: mx.array, values: mx.array, pages: _Pages, scale: float, sinks: mx.array | None
+    queries: mx.array, keys: mx.array, values: mx.array, pages: Pages, scale: float, sinks: mx.array | None
 ) -> mx.array:
     num_rows, num_pages = pages.block_tables.shape
     num_kv_heads, block_size = keys.shape[1:3]
@@ -246,42 +223,7 @@ def _gather_sdpa(
     return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
-def _paged_matmul(
-    queries: mx.array, keys: mx.array, values: mx.array, pages: _Pages, scale: float, sinks: mx.array | None
-) -> mx.array:
-    """Scores and sums page by page with `mx.gather_mm`; the softmax runs over all of a row's pages.
-
-    The query heads that share a K/V head are the rows of one matrix, so each page is read once for the group.
-    """
-    num_rows = queries.shape[0]
-    num_blocks, num_kv_heads, block_size, head_dim = keys.shape
-    num_heads = queries.shape[1]
-    group = num_heads // num_kv_heads
-    row, page = pages.matrices(num_kv_heads)
-    q = (queries * scale).reshape(num_rows * num_kv_heads, group, head_dim)
-    k = keys.reshape(num_blocks * num_kv_heads, block_size, head_dim)
-    v = values.reshape(num_blocks * num_kv_heads, block_size, -1)
-    scores = mx.gather_mm(q, k.swapaxes(-1, -2), row, page)  # [B, P, Hkv, group, block_size]
-    scores = scores + pages.bias
-    top = scores.max(axis=(1, 4), keepdims=True)
-    if sinks is not None:
-        sinks = sinks.reshape(1, 1, num_kv_heads, group, 1)
-        top = mx.maximum(top, sinks)
-    weights = exp_difference(scores, top)
-    total = weights.sum(axis=(1, 4))
-    if sinks is not None:
-        total = total + exp_difference(sinks, top).squeeze((1, 4))
-    out = mx.gather_mm(weights, v, None, page)  # [B, P, Hkv, group, head_dim]
-    return (out.sum(axis=1) / total[..., None]).reshape(num_rows, num_heads, 1, -1)
-
-
-def _chunk_sdpa(
-    queries: mx.array, keys: mx.array, values: mx.array, context: _Context, scale: float, sinks: mx.array | None
-) -> mx.array:
-    num_kv_heads = keys.shape[1]
-    k = keys[context.block_table].transpose(1, 0, 2, 3).reshape(1, num_kv_heads, -1, keys.shape[3])
-    v = values[context.block_table].transpose(1, 0, 2, 3).reshape(1, num_kv_heads, -1, values.shape[3])
-    k, v = k[:, :, : context.num_tokens], v[:, :, : context.num_tokens]
-    q = queries.squeeze(2).transpose(1, 0, 2)[None]  # [1, H, n, D]
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=context.mask, sinks=sinks)
-    return out[0].transpose(1, 0, 2)[:, :, None]
+def _gather_context(pool: mx.array, context: Context) -> mx.array:
+    """A sequence's keys or values as [num_kv_heads, num_tokens, head_dim]."""
+    pages = pool[context.block_table].transpose(1, 0, 2, 3)
+    return pages.reshape(pool.shape[1], -1, pool.shape[3])[:, : context.num_tokens]
