@@ -59,9 +59,9 @@ def test_ragged_rows_give_the_models_own_logits(name: str) -> None:
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "llama_tied_mha", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_biases", "llama_tied_mha", "gemma3", "internlm2"])
 def test_only_the_asked_rows_get_logits_and_they_are_the_same(name: str) -> None:
-    """With an output head of its own, and with the embedding as the head."""
+    """With an output head of its own, with the embedding as the head, and with a head of an unusual name."""
     steps = [[("a", 0, A), ("b", 0, B)]]
     everything = logits_of(name, steps, None)
     some = logits_of(name, steps, mx.array([10, 16]))

@@ -65,6 +65,7 @@ TINY: dict[str, dict[str, Any]] = {
     "phi3": _config("phi3", hidden_size=256, partial_rotary_factor=0.5),
     "olmo2": _config("olmo2", head_dim=64),
     "deepseek_v2": _config("deepseek_v2", **_MLA),  # keys and values of different sizes
+    "internlm2": _config("internlm2", hidden_size=256, bias=True),  # its head is called `output`
     "starcoder2": _config("starcoder2", hidden_size=256, norm_epsilon=1e-5, tie_word_embeddings=False),
 }
 
