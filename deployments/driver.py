@@ -39,6 +39,10 @@ _DEFAULT_NUM_CPUS = 2
 _POLL_S = 0.5
 
 
+class RayStartError(Exception):
+    """Ray's own processes don't come up."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What is needed of a config file here; Serve reads the rest."""
@@ -79,6 +83,8 @@ def _serve(path: Path, *, num_cpus: int, dashboard: bool) -> int:
         scripts.cli(["run", str(path)], standalone_mode=False)
     except (SystemExit, KeyboardInterrupt):
         pass  # how `serve run` ends
+    except RayStartError as error:
+        watcher.failure = str(error)
     finally:
         watcher.stop()
         ray.shutdown()
@@ -141,15 +147,25 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _start_ray(num_cpus: int, dashboard: bool) -> None:
-    """A Ray of our own: `serve run` would join whichever one runs on this machine, and end it on Ctrl-C."""
-    print("[quire] Starting Ray …", flush=True)
-    ray.init(
-        address="local",
-        namespace="serve",
-        num_cpus=num_cpus,
-        include_dashboard=dashboard,
-        logging_level="WARNING",
-    )
+    """A Ray of our own: `serve run` would join whichever one runs on this machine, and end it on Ctrl-C.
+
+    Raises RayStartError after the second attempt: Ray gives its processes 30 s, which a busy machine may need twice.
+    """
+    for line in ("Starting Ray …", "Ray did not start in time; trying once more …"):
+        print(f"[quire] {line}", flush=True)
+        try:
+            ray.init(
+                address="local",
+                namespace="serve",
+                num_cpus=num_cpus,
+                include_dashboard=dashboard,
+                logging_level="WARNING",
+            )
+            return
+        except Exception as error:  # Ray raises bare Exception here
+            failure = error
+            ray.shutdown()
+    raise RayStartError(f"Ray can't be started: {failure}") from failure
 
 
 class Watcher:
