@@ -105,5 +105,5 @@ def test_a_result_carries_the_number_of_its_step(runner: MLXModelRunner) -> None
 def test_dispatch_counts_are_the_backends(runner: MLXModelRunner) -> None:
     run(runner, part("a", 0, PROMPTS["a"]), part("b", 0, PROMPTS["b"]))
     counts = runner.dispatch_counts()
-    assert counts["chunk_sdpa"] == 3
+    assert counts["chunk_tiled"] == 3
     assert sum(counts.values()) == 6
