@@ -51,17 +51,21 @@ def free_after_running(view: SchedulerView) -> int:
 def admissible(view: SchedulerView, waiting: Sequence[RequestView]) -> Iterator[RequestView]:
     """The waiting requests to propose, in the order given, for the slots that are free.
 
-    The first is always proposed. Those behind it only as long as everyone before them fits into the free blocks:
-    the Scheduler skips what it can't place, so proposing small requests behind a large one that doesn't fit would
-    let them take each block that comes free, and starve it.
+    The first is always proposed; those behind it if they fit into the blocks that are left. So small requests use the
+    gap that a large one in front of them can't, and it is the Scheduler that bounds how often one is overtaken.
     """
     slots = view.max_num_seqs - len(view.running)
     free = free_after_running(view)
-    for request in waiting[: max(slots, 0)]:
-        yield request
-        free -= missing_blocks(view, request)
-        if free < 0:
+    for index, request in enumerate(waiting):
+        if slots <= 0:
             return
+        missing = missing_blocks(view, request)
+        if missing <= free:
+            free -= missing
+        elif index > 0:
+            continue
+        slots -= 1
+        yield request
 
 
 def last_not_before(view: SchedulerView, request_id: str, key: Key) -> str | None:

@@ -210,11 +210,6 @@ def test_large_and_small_requests_all_finish_under_pressure(scheduler: str, over
     assert min(end for name, end in ends.items() if name.startswith("large")) < 600, "the first went straight through"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="K4's last clause: `admissible` proposes nothing behind a request that doesn't fit, though the Scheduler "
-    "bounds overtaking (MAX_OVERTAKES); drop this mark when it does",
-)
 @pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
 def test_small_requests_do_not_wait_for_all_the_large_ones_before_them(scheduler: str) -> None:
     """Half of the small ones are done in the time of two large ones."""

@@ -46,10 +46,15 @@ def test_no_more_admissions_than_slots() -> None:
     assert order(running=(decoding("a"),), waiting=waiting, max_num_seqs=1) == ["a"]
 
 
-def test_small_requests_do_not_overtake_a_large_one_that_waits_for_blocks() -> None:
-    waiting = (request_view("large", arrival=1, prompt=40), request_view("small", arrival=2, prompt=4))
-    assert order(running=(decoding("a"),), waiting=waiting, free=5) == ["a", "large"]
+def test_small_requests_use_the_gap_behind_a_large_one_but_never_come_before_it() -> None:
+    waiting = (
+        request_view("large", arrival=1, prompt=40),
+        request_view("other large", arrival=2, prompt=40),
+        request_view("small", arrival=3, prompt=4),
+    )
+    assert order(running=(decoding("a"),), waiting=waiting, free=5) == ["a", "large", "small"]
     assert order(running=(decoding("a"),), waiting=waiting, free=12) == ["a", "large", "small"]
+    assert order(running=(decoding("a"),), waiting=waiting, free=30) == ["a", "large", "other large", "small"]
 
 
 def test_blocks_that_running_prefills_still_need_are_not_given_away() -> None:
