@@ -87,7 +87,8 @@ class EngineActor:
                 self._status_due = False
                 with self._lock:
                     outputs, self._outputs = self._outputs, []
-                yield outputs, status
+                if outputs or status is not None:
+                    yield outputs, status
                 if status is not None and status.thread.state is ThreadState.DEAD:
                     return
         finally:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _STATS_TIMEOUT_S = 5.0  # they are taken between two steps
 _MAX_BACKOFF_S = 30.0
+# An engine that dies sooner after it got ready counts as one that could not be started.
+_PROVEN_AFTER_S = 10.0
 # Items that the actor may be ahead of us. Beyond, its steps merge: we get fewer, larger items.
 _STREAM_AHEAD = 16
 
@@ -67,6 +69,7 @@ class RayEngineClient:
         self._gave_up = False  # failed, though it may work elsewhere
         self._closing = False
         self._num_restarts = 0
+        self._ready_since: float | None = None  # of the actor that runs now
         self._begun = asyncio.Event()
         self._ready = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -182,15 +185,15 @@ class RayEngineClient:
     async def _supervise(self) -> None:
         failed_starts = 0
         while True:
-            was_ready = False
+            self._ready_since = None
             try:
-                was_ready, permanent = await self._run_engine()
+                permanent = await self._run_engine()
             except Exception as error:
                 # ray.exceptions.RayActorError when the process died; anything else is as bad.
-                was_ready = self._status is not None and self._status.thread.state is ThreadState.READY
                 permanent = isinstance(error, ModelLoadError)
                 self._error = str(error) if permanent else f"the engine's process ended: {_first_line(error)}"
-            failed_starts = 0 if was_ready else failed_starts + 1
+            served_for = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+            failed_starts = 0 if served_for > _PROVEN_AFTER_S else failed_starts + 1
             self._gave_up = failed_starts >= self._settings.health.max_failed_starts
             self._status = None
             self._fail_streams(self._error or "the engine ended")
@@ -204,27 +207,25 @@ class RayEngineClient:
             self._announce(f"The engine is started again: {self._error}")
             await asyncio.sleep(min(2.0**failed_starts - 1.0, _MAX_BACKOFF_S))
 
-    async def _run_engine(self) -> tuple[bool, bool]:
-        """One life of the engine's process; (whether it got ready, whether trying again is pointless) at its end."""
+    async def _run_engine(self) -> bool:
+        """One life of the engine's process; at its end, whether trying again is pointless."""
         actor = await self._create_actor()
-        was_ready = False
         watchdog = asyncio.ensure_future(self._watch(actor))
         try:
             self._last_item_time = time.monotonic()
             self._actor = actor
             async for reference in actor.events.options(_generator_backpressure_num_objects=_STREAM_AHEAD).remote():
                 event: Event = await reference
-                status = await self._take(event)
-                was_ready = was_ready or (status is not None and status.thread.state is ThreadState.READY)
+                await self._take(event)
             thread = self._status.thread if self._status is not None else None
             self._error = (thread.error if thread is not None else None) or "its stream ended"
-            return was_ready, thread is not None and thread.is_permanent
+            return thread is not None and thread.is_permanent
         finally:
             self._actor = None
             watchdog.cancel()
             ray.kill(actor)
 
-    async def _take(self, event: Event) -> EngineStatus | None:
+    async def _take(self, event: Event) -> None:
         outputs, status = event
         self._last_item_time = time.monotonic()
         for fields in outputs:
@@ -233,7 +234,6 @@ class RayEngineClient:
                 stream.put(unpack(fields))
         if status is not None:
             await self._take_status(status)
-        return status
 
     async def _take_status(self, status: EngineStatus) -> None:
         before, self._status = self._status, status
@@ -249,6 +249,7 @@ class RayEngineClient:
             assert self._text_task is not None
             self._model = ServedModel(status.info, await self._text_task)
             self._error = None
+            self._ready_since = time.monotonic()
             self._begun.set()
             self._ready.set()
 

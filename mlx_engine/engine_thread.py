@@ -263,10 +263,8 @@ class EngineThread:
         elif error is not None:
             logger.error("%s", message)
         with self._condition:
-            self._state = ThreadState.DEAD
             self._error = message
-            self._is_permanent = is_permanent
-            self._busy_since = None
+            self._stopping = True  # nothing more is taken
             open_requests, self._open = self._open, {}
             commands, self._commands = self._commands, []
         for command in commands:
@@ -275,6 +273,11 @@ class EngineThread:
         outputs = [_failure(request_id, arrival, message) for request_id, arrival in open_requests.items()]
         if outputs:
             self._on_outputs(outputs)
+        # Last: whoever sees a dead thread has been given all its outputs.
+        with self._condition:
+            self._state = ThreadState.DEAD
+            self._is_permanent = is_permanent
+            self._busy_since = None
         self._on_status()
 
 
