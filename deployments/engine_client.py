@@ -62,6 +62,8 @@ class RayEngineClient:
         self._last_item_time = time.monotonic()
         self._streams: dict[str, OutputStream] = {}
         self._commands: list[Command] = []
+        self._commands_wait = asyncio.Event()
+        self._sender: asyncio.Task[None] | None = None
         self._model: ServedModel | None = None
         self._text_task: asyncio.Task[TextModel] | None = None
         self._error: str | None = None
@@ -77,6 +79,7 @@ class RayEngineClient:
     def start(self) -> None:
         """Begins to start the engine, and keeps it running from then on. Call once, in the event loop."""
         self._supervisor = asyncio.ensure_future(self._supervise())
+        self._sender = asyncio.ensure_future(self._send_commands())
 
     async def begun(self) -> None:
         """Returns once the engine has begun to load its model. Raises EngineFailed if it got no further than that.
@@ -96,9 +99,10 @@ class RayEngineClient:
     async def close(self) -> None:
         """Ends the engine's process. Open streams fail."""
         self._closing = True
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+        tasks = [task for task in (self._supervisor, self._sender) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_streams("the server is shutting down")
 
     @property
@@ -159,8 +163,9 @@ class RayEngineClient:
         """Raises EngineFailed when a new replica should take this one's place."""
         if self._gave_up:
             raise EngineFailed(self._error)
-        if self._supervisor is not None and self._supervisor.done() and not self._failed and not self._closing:
-            raise EngineFailed("nobody watches the engine any more")
+        ended = [task for task in (self._supervisor, self._sender) if task is not None and task.done()]
+        if ended and not self._failed and not self._closing:
+            raise EngineFailed("the task that looks after the engine has ended")
 
     # -- commands --------------------------------------------------------------------------------------------------
 
@@ -169,16 +174,27 @@ class RayEngineClient:
             self._enqueue(Abort(request_id))
 
     def _enqueue(self, command: Command) -> None:
-        """Sends it with all else that this turn of the event loop brings."""
-        if not self._commands:
-            asyncio.get_running_loop().call_soon(self._flush)
+        """Sends it with all else that comes before the call in hand has been answered."""
         self._commands.append(command)
+        self._commands_wait.set()
 
-    def _flush(self) -> None:
-        commands, self._commands = self._commands, []
-        if self._actor is not None:
-            # Nobody waits for the answer: if the process is gone, the end of its stream says so.
-            self._actor.send.remote(commands)
+    async def _send_commands(self) -> None:
+        """Sends what is enqueued, for as long as the replica lives.
+
+        From a task of its own: a call made in a request's task is its child in Ray's books, and is cancelled with it
+        when the client leaves, the abort included. And one call at a time: Ray runs the calls of an async actor in
+        any order, and an abort that overtakes its request would leave the request running for nobody.
+        """
+        while True:
+            await self._commands_wait.wait()
+            self._commands_wait.clear()
+            commands, self._commands = self._commands, []
+            if self._actor is None or not commands:
+                continue
+            try:
+                await self._actor.send.remote(commands)
+            except ray.exceptions.RayError:
+                continue  # the process is gone, as the end of its stream says too
 
     # -- the engine's life -----------------------------------------------------------------------------------------
 
@@ -213,6 +229,7 @@ class RayEngineClient:
         watchdog = asyncio.ensure_future(self._watch(actor))
         try:
             self._last_item_time = time.monotonic()
+            self._commands = []  # what was meant for its predecessor
             self._actor = actor
             async for reference in actor.events.options(_generator_backpressure_num_objects=_STREAM_AHEAD).remote():
                 event: Event = await reference

@@ -19,7 +19,7 @@ from deployments.metrics import CONTENT_TYPE
 from deployments.openai_params import check_model
 from deployments.openai_types import ModelCard, ModelList
 from deployments.service import OpenAIService
-from deployments.streaming import ClientGone, run_until_disconnect
+from deployments.streaming import ClientGone, EventStream, run_until_disconnect
 
 Endpoint = Callable[[bytes], Awaitable[Response]]
 
@@ -103,7 +103,7 @@ async def _answer(service: OpenAIService, request: Request, endpoint: Endpoint) 
     try:
         _check_content_type(request)
         body = await _read_body(request, service.settings.server.max_body_bytes)
-        response = await run_until_disconnect(request.receive, _call(endpoint, body))
+        response = await run_until_disconnect(request.receive, _call(endpoint, body), _discard)
     except ClientGone:
         return Response(status_code=499)  # for the log: nobody reads it
     except Exception as error:
@@ -114,6 +114,11 @@ async def _answer(service: OpenAIService, request: Request, endpoint: Endpoint) 
 
 async def _call(endpoint: Endpoint, body: bytes) -> Response:
     return await endpoint(body)
+
+
+def _discard(response: Response) -> None:
+    if isinstance(response, EventStream):
+        response.discard()
 
 
 def _check_content_type(request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,10 +21,13 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads the answer."""
 
 
-async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def run_until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, _T], discard: Callable[[_T], None] | None = None
+) -> _T:
     """The result of `work`, cancelled when the client leaves: then raises ClientGone. The body must have been read.
 
-    Ray Serve cancels the request's task instead of, or as well as, sending `http.disconnect`: both end the work.
+    Ray Serve cancels the request's task instead of, or as well as, sending `http.disconnect`: both end the work. A
+    result that came too late for this to return it is given to `discard`.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -31,11 +35,21 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) 
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        return task.result()
-    finally:
+    except BaseException:
+        if discard is not None:
+            task.add_done_callback(functools.partial(_discard_result, discard))
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    finally:
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+    # Nothing is awaited from here on: a cancellation would lose the result.
+    return task.result()
+
+
+def _discard_result(discard: Callable[[_T], None], task: asyncio.Task[_T]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        discard(task.result())
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -62,6 +76,10 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._on_close = on_close
+
+    def discard(self) -> None:
+        """Gives up what it would have streamed; for one that is never sent."""
+        self._on_close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it all."""

@@ -29,6 +29,9 @@ class ScriptedActor:
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
         self.calls: list[list[Any]] = []
+        self.senders: set[asyncio.Task[Any] | None] = set()
+        self.answer = asyncio.Event()
+        self.answer.set()
         self.killed = False
         self.events = _Method(self._events)
         self.send = _Method(self._send)
@@ -43,8 +46,10 @@ class ScriptedActor:
                 future.set_result(item)
             yield future
 
-    def _send(self, commands: list[Any]) -> None:
+    async def _send(self, commands: list[Any]) -> None:
         self.calls.append(commands)
+        self.senders.add(asyncio.current_task())
+        await self.answer.wait()
 
     async def _stats(self) -> EngineStats:
         return ScriptedEngine().stats()
@@ -140,8 +145,7 @@ def test_outputs_go_to_their_streams_and_commands_of_one_turn_go_together() -> N
             actor.put_status()
             await client.ready()
             streams = [client.generate(request(name)) for name in "abc"]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
             assert [[command.request_id for command in call] for call in actor.calls] == [["a", "b", "c"]]
             actor.put_tokens("b", (1,))
             actor.put_tokens("a", (2,))
@@ -159,6 +163,36 @@ def test_outputs_go_to_their_streams_and_commands_of_one_turn_go_together() -> N
                 stream.close()
             await asyncio.sleep(0.01)
             assert actor.calls[1:] == [[Abort("a"), Abort("c")]], "b had ended, and each abort goes once"
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_never_overtakes_its_request_nor_ends_with_its_task() -> None:
+    async def scenario() -> None:
+        async with started(Client()) as client:
+            actor = await client.actor()
+            actor.put_status()
+            await client.ready()
+            actor.answer.clear()
+
+            async def serve_one() -> None:
+                stream = client.generate(request("a"))
+                try:
+                    await anext(stream)
+                finally:
+                    stream.close()
+
+            task = asyncio.ensure_future(serve_one())
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert [[command.request_id for command in call] for call in actor.calls] == [["a"]], "not answered yet"
+            actor.answer.set()
+            await asyncio.sleep(0.01)
+            assert actor.calls[1:] == [[Abort("a")]]
+            # Ray cancels the calls of a cancelled task: these are none of its calls.
+            assert task not in actor.senders
+            assert len(actor.senders) == 1
 
     asyncio.run(scenario())
 

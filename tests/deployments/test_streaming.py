@@ -134,6 +134,38 @@ def test_work_is_cancelled_when_the_client_leaves() -> None:
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
+def test_a_result_is_returned_or_discarded_whenever_the_task_is_cancelled() -> None:
+    """An answer that is ready at the moment of the cancellation holds sequences that somebody must end."""
+
+    async def scenario(turns: int) -> None:
+        result, go_on = object(), asyncio.Event()
+        discarded: list[object] = []
+
+        async def work() -> object:
+            await go_on.wait()
+            return result
+
+        async def receive() -> Any:
+            await asyncio.sleep(3600)
+
+        outer = asyncio.ensure_future(run_until_disconnect(receive, work(), discarded.append))
+        await asyncio.sleep(0.01)
+        go_on.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        outer.cancel()
+        try:
+            assert await outer is result
+            assert discarded == []
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            # Cancelled in time, or ready and discarded: never ready and lost.
+            assert discarded in ([result], [] if turns == 0 else [result])
+
+    for turns in range(12):
+        asyncio.run(asyncio.wait_for(scenario(turns), DEADLINE_S))
+
+
 def test_an_event_stream_closes_its_source_however_it_ends() -> None:
     async def scenario(fail: bool) -> tuple[list[Any], list[str]]:
         log: list[str] = []
