@@ -32,6 +32,16 @@ _FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
 
+_WRAPPER = """\
+#!/bin/sh
+for argument in "$@"; do
+    case "$argument" in
+        *.cfg) sed -i -E 's/^( *bind )\\*?:/\\1127.0.0.1:/' "$argument" ;;
+    esac
+done
+exec {binary} -dS "$@"
+"""
+
 
 def bundled_binary() -> Path | None:
     """The HAProxy that Ray brings for this platform, if any."""
@@ -68,13 +78,14 @@ def prepare(environment: Mapping[str, str]) -> tuple[dict[str, str], Path | None
 
 
 def _write_wrapper(folder: Path, binary: Path) -> Path:
-    """A script that adds -dS, which turns splice() off.
+    """A script that changes two things of Serve's.
 
-    Serve's config turns it on, and then HAProxy 2.8 overlooks a client that hangs up before the answer begins if its
-    request's body came in a packet of its own: the sequence would go on for nobody.
+    -dS turns splice() off. With it, HAProxy 2.8 overlooks a client that hangs up before the answer begins if its
+    request's body came in a packet of its own: the sequence would go on for nobody. And the pages for statistics and
+    metrics, which Serve's config opens to the network, listen on loopback only.
     """
     wrapper = folder / "haproxy"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(str(binary))} -dS "$@"\n')
+    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(binary))))
     wrapper.chmod(0o700)
     return wrapper
 
