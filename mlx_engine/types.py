@@ -269,4 +269,3 @@ class EngineStats:
 def cdiv(a: int, b: int) -> int:
     """Ceiling of a / b for non-negative integers."""
     return -(-a // b)
-
