@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -23,6 +23,7 @@ _PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
+_PAGES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 # By default these lie in one folder for all users of the machine, which belongs to whoever came first.
 _FILES = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
@@ -36,7 +37,7 @@ _WRAPPER = """\
 #!/bin/sh
 for argument in "$@"; do
     case "$argument" in
-        *.cfg) sed -i -E 's/^( *bind )\\*?:/\\1127.0.0.1:/' "$argument" ;;
+        *.cfg) sed -i -E 's/^( *bind )\\*?:({ports})$/\\1127.0.0.1:\\2/' "$argument" ;;
     esac
 done
 exec {binary} -dS "$@"
@@ -60,10 +61,11 @@ def prepare(environment: Mapping[str, str]) -> tuple[dict[str, str], Path | None
         return {}, None
     # Not below TMPDIR: the sockets' paths hold a node's id too, and have 107 characters in all.
     folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))
-    added = {ENABLE: "1"}
+    added = {ENABLE: "1"} | {name: str(_free_port(port)) for name, port in _PORTS.items() if name not in environment}
     if BINARY not in environment:
         assert binary is not None
-        wrapper = _write_wrapper(folder, binary)
+        pages = [environment.get(name) or added[name] for name in _PAGES]
+        wrapper = _write_wrapper(folder, binary, pages)
         if not _runs(wrapper):
             print(f"[quire] {binary} doesn't run here: Serve's own proxy is used", file=sys.stderr)
             wrapper.unlink()
@@ -72,20 +74,19 @@ def prepare(environment: Mapping[str, str]) -> tuple[dict[str, str], Path | None
         added[BINARY] = str(wrapper)
     # A time in which load balancers before this machine could look elsewhere; Ctrl-C waits for it.
     added["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
-    added |= {name: str(_free_port(port)) for name, port in _PORTS.items()}
     added |= {name: os.path.join(folder, file) for name, file in _FILES.items()}
     return {name: value for name, value in added.items() if name not in environment}, folder
 
 
-def _write_wrapper(folder: Path, binary: Path) -> Path:
+def _write_wrapper(folder: Path, binary: Path, page_ports: Sequence[str]) -> Path:
     """A script that changes two things of Serve's.
 
     -dS turns splice() off. With it, HAProxy 2.8 overlooks a client that hangs up before the answer begins if its
     request's body came in a packet of its own: the sequence would go on for nobody. And the pages for statistics and
-    metrics, which Serve's config opens to the network, listen on loopback only.
+    metrics, which Serve's config opens to the network, listen on loopback only; the API listens where it is told to.
     """
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(binary))))
+    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(binary)), ports="|".join(page_ports)))
     wrapper.chmod(0o700)
     return wrapper
 

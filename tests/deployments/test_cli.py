@@ -131,6 +131,25 @@ def test_haproxy_runs_without_splice_and_with_ports_and_files_of_its_own() -> No
 
 
 @needs_haproxy
+def test_haproxys_own_pages_stay_on_loopback_and_the_api_where_it_is_told_to_be() -> None:
+    added, folder = haproxy.prepare({"RAY_SERVE_HAPROXY_STATS_PORT": "1936"})
+    assert folder is not None
+    try:
+        metrics = added["RAY_SERVE_HAPROXY_METRICS_PORT"]
+        config = folder / "haproxy.cfg"
+        lines = [f"    bind :{metrics}", "  bind *:1936", "    bind *:8000", "    bind 10.0.0.1:19360"]
+        config.write_text("\n".join(lines) + "\n")
+        # -c only checks the file; what it thinks of this one doesn't matter.
+        subprocess.run([added[haproxy.BINARY], "-c", "-f", str(config)], capture_output=True, check=False)
+        changed = [f"    bind 127.0.0.1:{metrics}", "  bind 127.0.0.1:1936"]
+        assert config.read_text().splitlines() == [*changed, *lines[2:]]
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+@needs_haproxy
 def test_ports_that_are_taken_are_avoided() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
