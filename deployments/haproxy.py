@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shlex
 import socket
 import subprocess
@@ -32,6 +33,10 @@ _FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
 }
+
+_SERVE_MAXCONN = 4096  # what Serve configures by itself
+_OTHER_FILES = 2200  # what HAProxy counts besides connections: 2084 were seen
+_MIN_MAXCONN = 128
 
 _WRAPPER = """\
 #!/bin/sh
@@ -72,6 +77,9 @@ def prepare(environment: Mapping[str, str]) -> tuple[dict[str, str], Path | None
             folder.rmdir()
             return {}, None
         added[BINARY] = str(wrapper)
+    connections = _max_connections()
+    if connections is not None:
+        added["RAY_SERVE_HAPROXY_MAXCONN"] = str(connections)
     # A time in which load balancers before this machine could look elsewhere; Ctrl-C waits for it.
     added["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
     added |= {name: os.path.join(folder, file) for name, file in _FILES.items()}
@@ -89,6 +97,17 @@ def _write_wrapper(folder: Path, binary: Path, page_ports: Sequence[str]) -> Pat
     wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(binary)), ports="|".join(page_ports)))
     wrapper.chmod(0o700)
     return wrapper
+
+
+def _max_connections() -> int | None:
+    """Connections that the limit on open files allows, if that is fewer than Serve asks for; None: no need to say.
+
+    HAProxy takes two files a connection and does not start when the hard limit is too low for all of them.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= 2 * _SERVE_MAXCONN + _OTHER_FILES:
+        return None
+    return max((hard - _OTHER_FILES) // 2, _MIN_MAXCONN)
 
 
 def _runs(binary: Path) -> bool:
