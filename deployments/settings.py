@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from mlx_engine.config import EMBEDDED_MODEL, EngineConfig
+from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
-from mlx_engine.models.embedded import EMBEDDED_MODEL_NAME
+from mlx_engine.models.embedded import served_name
 
 ENV_PREFIX = "QUIRE_"
 _NESTED = "__"
@@ -119,7 +119,7 @@ class QuireSettings(BaseSettings):
     @property
     def primary_id(self) -> str:
         """The id that responses carry."""
-        return self.model_id or _model_name(self.engine.model)
+        return self.model_id or served_name(self.engine.model)
 
 
 def load_settings(args: Mapping[str, Any] | None) -> QuireSettings:
@@ -137,13 +137,6 @@ def load_settings(args: Mapping[str, Any] | None) -> QuireSettings:
     if problems:
         raise ConfigError("The configuration is wrong. " + "; ".join(problems))
     return settings
-
-
-def _model_name(model: str) -> str:
-    if model == EMBEDDED_MODEL:
-        return EMBEDDED_MODEL_NAME
-    name = model.rstrip("/").rsplit("/", 1)[-1]
-    return name.removesuffix(".gguf") or model
 
 
 def _explain(item: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 
 from mlx_engine.mathops import fast_exp
+from mlx_engine.modules import replace_module
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def adapt_for_cpu(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.RoPE and not module.traditional:
             key = (module.dims, module.base, module.scale)
-            _replace(model, name, StepRoPE(module, tables.setdefault(key, RotaryTable(*key))))
+            replace_module(model, name, StepRoPE(module, tables.setdefault(key, RotaryTable(*key))))
             ropes += 1
         else:
             gates += _rebind_swiglu(module)
@@ -119,11 +120,3 @@ def _rebind_swiglu(module: nn.Module) -> bool:
     rebound.__kwdefaults__ = call.__kwdefaults__
     module.__class__ = type(cls.__name__, (cls,), {"__call__": rebound, "__module__": cls.__module__})
     return True
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    *path, last = name.split(".")
-    parent: Any = model
-    for part in path:
-        parent = parent[int(part)] if part.isdigit() else getattr(parent, part)
-    setattr(parent, last, module)

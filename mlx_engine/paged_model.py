@@ -13,6 +13,7 @@ from mlx_engine.attention.dispatch import PagedMask, PagedView, install_paged_at
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.models.load import LoadedModel
+from mlx_engine.modules import replace_module
 from mlx_engine.types import LayerKVSpec
 
 _PROBE_TOKENS = 12
@@ -116,15 +117,12 @@ class _RowSelector:
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: mx.array | None = None
-        self.found = False
+        heads = 0
         for name, module in list(model.named_modules()):
             if name.split(".")[-1] == "lm_head":
-                parent: Any = model
-                for part in name.split(".")[:-1]:
-                    parent = parent[int(part)] if part.isdigit() else getattr(parent, part)
-                parent.lm_head = _SelectingHead(module, self)
-                self.found = True
-        if self.found:
+                replace_module(model, name, _SelectingHead(module, self))
+                heads += 1
+        if heads:
             return
         for _, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
@@ -137,7 +135,6 @@ class _RowSelector:
     def _wrap_tied(self, embedding: Any) -> None:
         original = embedding.as_linear
         embedding.as_linear = lambda x: original(self.select(x))
-        self.found = True
 
 
 class _SelectingHead(nn.Module):  # type: ignore[misc]

@@ -14,8 +14,9 @@ from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.memory import plan_kv_blocks
 from mlx_engine.model_runner import MLXModelRunner
+from mlx_engine.models.embedded import served_name
 from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
-from mlx_engine.models.resolve import resolve_model, served_name
+from mlx_engine.models.resolve import resolve_model
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo
@@ -34,23 +35,19 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """
     report = progress or _silent
     # Policies first: a wrong name should not cost a model load.
-    scheduler_policy = create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options)
-    backend = create(ATTENTION_BACKENDS, config.attention_backend, kwargs={}, options=config.attention_backend_options)
-    prefix_cache = create(
-        PREFIX_CACHES,
-        config.prefix_cache,
-        kwargs={"block_size": config.block_size},
-        options=config.prefix_cache_options,
-    )
+    policies = _create_policies(config)
     loaded = load_model(resolve_model(config.model, report), config.dtype, report)
-    return _assemble(config, loaded, scheduler_policy, backend, prefix_cache, report)
+    return _assemble(config, loaded, *policies, report)
 
 
 def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine around a model that is loaded already, on the thread that loaded it. For tests and benches."""
-    return _assemble(
-        config,
-        loaded,
+    return _assemble(config, loaded, *_create_policies(config), _silent)
+
+
+def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
+    """Scheduler policy, attention backend and prefix cache: those that need no loaded model."""
+    return (
         create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
         create(ATTENTION_BACKENDS, config.attention_backend, kwargs={}, options=config.attention_backend_options),
         create(
@@ -59,7 +56,6 @@ def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
             kwargs={"block_size": config.block_size},
             options=config.prefix_cache_options,
         ),
-        _silent,
     )
 
 

