@@ -11,7 +11,11 @@ import ctypes
 import functools
 import logging
 import os
+import platform
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +26,11 @@ _OPENBLAS = "libopenblas.so.0"
 _GFORTRAN = "libgfortran.so.5"
 _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _SLOW = "float32 matrix products run on the reference BLAS, about 80 times slower"
-_INSTALL = "install it with `pip install cmeel-openblas` or `apt install libopenblas0-pthread`"
+# Cycles, as a power of two, that OpenBLAS's idle threads wait for work in a loop before they sleep. Its own 26 keeps a
+# core from MLX's other threads through each step: on 2 cores steps take 5 to 10 percent longer.
+_THREAD_TIMEOUT = "14"
+_TIMEOUT_VARIABLE = "OPENBLAS_THREAD_TIMEOUT"
+_INSTALL = "install it with `pip install cmeel-openblas` (x86 with AVX-512) or `apt install libopenblas0-pthread`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,8 @@ def preload_openblas() -> BlasStatus:
     """Loads OpenBLAS ahead of MLX, once a process; later calls return the first one's answer.
 
     Call it before `mlx.core` is imported: afterwards the symbols are bound already, and this warns. Changes neither
-    the environment nor the disk. OpenBLAS itself reads OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and OPENBLAS_CORETYPE
-    while it loads. Never raises: without OpenBLAS MLX works, slowly, and the log says so.
+    the environment nor the disk. OpenBLAS itself reads OPENBLAS_NUM_THREADS, OMP_NUM_THREADS, OPENBLAS_CORETYPE and
+    OPENBLAS_THREAD_TIMEOUT while it loads. Never raises: without OpenBLAS MLX works, slowly, and the log says so.
     """
     status = _preload()
     logger.log(logging.INFO if status.active or not status.needed else logging.WARNING, "%s", status.message)
@@ -61,7 +69,9 @@ def _preload() -> BlasStatus:
     failures: list[str] = []
     for candidate in _candidates():
         try:
-            _open_global(candidate)
+            _check_instructions(candidate)
+            with _thread_timeout():
+                _open_global(candidate)
         except OSError as error:
             failures.append(str(error))
         else:
@@ -99,6 +109,36 @@ def _global_openblas() -> ctypes.CDLL | None:
     """The process's global symbols, if OpenBLAS is among them (LD_PRELOAD, or ourselves)."""
     symbols = ctypes.CDLL(None)
     return symbols if hasattr(symbols, "openblas_get_num_threads") else None
+
+
+def _check_instructions(library: str) -> None:
+    """Raises OSError for a library built for AVX-512 alone where the processor lacks it: its first product would crash.
+
+    cmeel-openblas is such a build on x86-64 (OpenBLAS's SKYLAKEX target). One for many processors chooses by itself.
+    """
+    if os.sep not in library or platform.machine() != "x86_64":
+        return
+    content = Path(library).read_bytes()
+    if b"DYNAMIC_ARCH" not in content and b"SKYLAKEX" in content and not _has_avx512():
+        raise OSError(f"{library} needs a processor with AVX-512")
+
+
+def _has_avx512() -> bool:
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return flags is not None and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags[1].split())
+
+
+@contextmanager
+def _thread_timeout() -> Iterator[None]:
+    """Gives a library that is loaded inside our thread timeout, unless the user has set one."""
+    if _TIMEOUT_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_TIMEOUT_VARIABLE] = _THREAD_TIMEOUT
+    try:
+        yield
+    finally:
+        del os.environ[_TIMEOUT_VARIABLE]
 
 
 def _open_global(library: str) -> None:

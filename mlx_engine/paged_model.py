@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -25,11 +25,12 @@ _TOLERANCE = {mx.float32: 2e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 class PagedModel:
     """Runs `[T]` token ids through the model, each row at its own position of its own sequence.
 
-    Raises ModelLoadError, naming the architecture, when the model keeps state that isn't K/V or when a probe of a few
-    tokens gives other logits than the model's own dense cache.
+    `adapt` may change the model for this device; the probe that follows covers its changes. Raises ModelLoadError,
+    naming the architecture, when the model keeps state that isn't K/V or when a probe of a few tokens gives other
+    logits than the unchanged model with its own dense cache.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, adapt: Callable[[nn.Module], None] | None = None) -> None:
         self._model = loaded.model
         self._name = str(loaded.config.get("model_type", type(loaded.model).__module__))
         self._windows = self._check_caches()
@@ -37,9 +38,12 @@ class PagedModel:
             install_paged_attention(self._model)
         except ModelLoadError as error:
             raise ModelLoadError(f"the architecture {self._name!r} can't be served: {error}") from error
-        # Taken before the head is changed, through the model's own code only.
+        # Taken before anything is changed, through the model's own code only.
         tokens = mx.array([(7 * i + 3) % loaded.vocab_size for i in range(_PROBE_TOKENS)])
         expected = self._model(tokens[None], cache=self._dense_caches())[0]
+        mx.eval(expected)
+        if adapt is not None:
+            adapt(self._model)
         self._head = _RowSelector(self._model)
         self.layers = self._probe(tokens, expected, loaded.dtype)
 

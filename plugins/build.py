@@ -64,10 +64,10 @@ def _assemble(
 ) -> Engine:
     report("check", 0.0)
     max_model_len = _max_model_len(config, loaded)
-    model = PagedModel(loaded)
-    if runs_on_cpu():
+    on_cpu = runs_on_cpu()
+    if on_cpu:
         keep_freed_memory()
-        adapt_for_cpu(loaded.model)
+    model = PagedModel(loaded, adapt_for_cpu if on_cpu else None)
     activation_bytes = 0
     if config.num_blocks is None:
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))

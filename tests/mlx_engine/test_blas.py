@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,33 @@ def test_missing_openblas_warns_with_what_to_install(
     assert "libnothere.so.0" in status.message
     assert "pip install cmeel-openblas" in caplog.text
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_library_for_newer_processors_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = tmp_path / "libopenblas.so.0"
+    library.write_bytes(b"\x7fELF ... SKYLAKEX ...")
+    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(blas, "_has_avx512", lambda: False)
+    with pytest.raises(OSError, match="AVX-512"):
+        blas._check_instructions(str(library))
+    library.write_bytes(b"\x7fELF ... DYNAMIC_ARCH ... SKYLAKEX ...")
+    blas._check_instructions(str(library))
+    monkeypatch.setattr(blas, "_has_avx512", lambda: True)
+    library.write_bytes(b"\x7fELF ... SKYLAKEX ...")
+    blas._check_instructions(str(library))
+
+
+def test_idle_threads_sleep_early_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    with blas._thread_timeout():
+        assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "14"
+    assert "OPENBLAS_THREAD_TIMEOUT" not in os.environ
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "26")
+    with blas._thread_timeout():
+        assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "26"
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "26"
 
 
 def test_fortran_runtime_of_the_wheels_serves_where_the_system_has_none() -> None:
