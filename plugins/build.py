@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_engine.config import EngineConfig
-from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory
+from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory, use_huge_pages
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.memory import plan_kv_blocks
@@ -68,6 +69,8 @@ def _assemble(
     if on_cpu:
         keep_freed_memory()
     model = PagedModel(loaded, adapt_for_cpu if on_cpu else None)
+    if on_cpu:
+        use_huge_pages(array for _, array in tree_flatten(loaded.model.parameters()))
     activation_bytes = 0
     if config.num_blocks is None:
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))

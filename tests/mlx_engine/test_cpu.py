@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_engine.cpu import FusedProjections, PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu
+from mlx_engine.cpu import FusedProjections, PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu, use_huge_pages
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, build
@@ -75,3 +79,25 @@ def test_adapted_model_is_probed_against_the_unchanged_one() -> None:
     PagedModel(build(TINY["llama_biases"]), adapt_for_cpu)
     with pytest.raises(ModelLoadError, match="logits differ"):
         PagedModel(build(TINY["llama_biases"]), double_a_norm)
+
+
+def _huge_kilobytes() -> int:
+    match = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    return int(match[1]) if match else 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
+def test_huge_pages_hold_the_same_numbers() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("transparent huge pages aren't given on request here")
+    arrays = [mx.random.normal((6 << 20,)) for _ in range(2)]
+    copies = [np.array(array) for array in arrays]
+    before = _huge_kilobytes()
+    assert use_huge_pages(arrays) >= 24 << 20
+    assert _huge_kilobytes() - before >= 20 << 10
+    assert all(np.array_equal(np.array(array), copy) for array, copy in zip(arrays, copies, strict=True))
+
+
+def test_small_arrays_keep_their_pages() -> None:
+    assert use_huge_pages([mx.zeros((100,)), mx.zeros((2 << 20,), mx.float16)]) == 0
