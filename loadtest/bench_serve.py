@@ -104,9 +104,7 @@ class Bench:
                 cases.append(prefix)
                 await self._guarded("cached prefix", prefix, self._prefix(client, prefix))
             if "gap" in args.part:
-                config = self._engine["config"]
-                budget = config["max_num_batched_tokens"]
-                gaps = Gaps(args.streams, args.long_prompt_tokens, min(budget, config["max_prefill_chunk"] or budget))
+                gaps = Gaps(args.streams, args.long_prompt_tokens)
                 cases.append(gaps)
                 await self._guarded("long prompt", gaps, self._gap(client, gaps))
         self._bar.close()

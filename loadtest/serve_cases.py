@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest import metrics_page
 from loadtest.client import Client, RequestResult, closed_loop
 from loadtest.prompts import PromptSource
 from loadtest.stats import ratio, summary
@@ -132,20 +133,20 @@ class Gaps:
 
     streams: int
     prompt_tokens: int
-    chunk_tokens: int  # most tokens of one step, by the configuration
+    steps: list[int] = field(default_factory=list)  # of the engine, for such a prompt on an idle server
     alone: list[float] = field(default_factory=list)  # TTFT of such a prompt on an idle server
     before: list[float] = field(default_factory=list)  # the streams' gaps before it was sent
     during: list[list[float]] = field(default_factory=list)  # gaps between its sending and its first token, by trial
 
     @property
     def num_chunks(self) -> int:
-        """Steps that the prompt takes at least."""
-        return -(-self.prompt_tokens // self.chunk_tokens)
+        """Steps that the prompt takes."""
+        return max(self.steps, default=0)
 
     def to_json(self) -> dict[str, Any]:
         """Raw samples, the chunk time, and the largest gap in chunk times."""
         alone = summary(self.alone)
-        chunk = ratio(alone["median"], self.num_chunks)
+        chunk = ratio(alone["median"], self.num_chunks or None)
         largest = max((gap for trial in self.during for gap in trial), default=None)
         return {
             "streams": self.streams,
@@ -164,8 +165,10 @@ class Gaps:
 
 async def gap_trial(found: Gaps, client: Client, prompts: PromptSource, stream_prompt_tokens: int) -> None:
     """Times one long prompt alone, then sends another into `streams` decoding streams. Raises CaseError."""
+    steps = await _engine_steps(client)
     alone = await client.complete(prompts.take(found.prompt_tokens), 1)
     _require([alone], 1)
+    found.steps.append(await _engine_steps(client) - steps)
     if alone.ttft is None:
         raise CaseError("the long prompt's only token had no text, so there is no time to it")
     found.alone.append(alone.ttft)
@@ -195,6 +198,13 @@ async def gap_trial(found: Gaps, client: Client, prompts: PromptSource, stream_p
     before, during = split_gaps(results, intruder.started, intruder.started + intruder.ttft)
     found.before += before
     found.during.append(during)
+
+
+async def _engine_steps(client: Client) -> int:
+    count = metrics_page.value(await client.page("/metrics"), "quire:engine_steps_total")
+    if count is None:
+        raise CaseError("the server's /metrics page has no count of the engine's steps")
+    return int(count)
 
 
 def split_gaps(streams: Sequence[RequestResult], start: float, end: float) -> tuple[list[float], list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 EMBEDDED_MODEL = "embedded"
 
@@ -31,6 +31,11 @@ class EngineConfig(BaseModel):
     max_prefill_chunk: int | None = Field(
         None, ge=1, description="most prefill tokens of one request in a step; the token budget if null"
     )
+    chunk_halving_context: int | Literal["auto"] | None = Field(
+        "auto",
+        description="context in tokens at which a prefill chunk is half as long, so that steps late in a prompt take "
+        "no longer than the first; auto: from the model's shape, null: chunks stay whole",
+    )
     scheduler: str = Field("fcfs", description="scheduler policy, by entry-point name")
     scheduler_options: dict[str, Any] = Field(default_factory=dict, description="the policy's own arguments")
     kv_manager: str = Field("paged", description="KV manager, by entry-point name")
@@ -41,6 +46,13 @@ class EngineConfig(BaseModel):
     attention_backend_options: dict[str, Any] = Field(default_factory=dict, description="the backend's own arguments")
     overlap: bool = Field(True, description="build the next step while this one runs")
     seed: int = Field(0, description="seed of the sampling of requests that bring none")
+
+    @field_validator("chunk_halving_context")
+    @classmethod
+    def _positive(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"chunk_halving_context must be at least 1, 'auto' or null, not {value}")
+        return value
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> EngineConfig:

@@ -8,6 +8,7 @@ sense, so that a bad policy is slow but never corrupting.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ MAX_OVERTAKES = 32
 # A request that was preempted this often keeps its blocks: a policy whose victims take each other's place in turn would
 # otherwise compute for ever and never sample a token.
 MAX_PREEMPTIONS = 64
+# A prefill token costs no more than this many at the start of a prompt: in shorter chunks a step's fixed work would
+# outweigh what they save.
+MAX_TOKEN_COST = 8.0
 
 
 @dataclass(slots=True)
@@ -58,9 +62,19 @@ class _Counters:
 class _Plan:
     """The step being put together."""
 
-    budget: int
+    budget: int  # in tokens at the start of a prompt
+    costs: dict[str, int] = field(default_factory=dict)
     slots: dict[str, StepSlot] = field(default_factory=dict)
     blocked: SequenceState | None = None  # the first waiting request that got no blocks in this step
+
+    def charge(self, request_id: str, cost: int) -> None:
+        """Takes a slot's cost from the budget, or what is left of it."""
+        self.costs[request_id] = min(cost, self.budget)
+        self.budget -= self.costs[request_id]
+
+    def refund(self, request_id: str) -> None:
+        """Gives it back."""
+        self.budget += self.costs.pop(request_id)
 
 
 class Scheduler:
@@ -79,6 +93,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
+        chunk_halving_context: int | None = None,
         seed: int = 0,
     ) -> None:
         self._policy = policy
@@ -91,6 +106,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._chunk = max_prefill_chunk or max_num_batched_tokens
+        self._halving_context = chunk_halving_context
         self._random = random.Random(seed)
         self._states: dict[str, SequenceState] = {}
         self._running: dict[str, SequenceState] = {}
@@ -240,7 +256,8 @@ class Scheduler:
         """Puts a running request into the step, if blocks can be had for it."""
         request_id = state.request.request_id
         remaining = state.num_tokens - state.num_computed_tokens
-        num_tokens = min(wanted, remaining, plan.budget, self._chunk)
+        cost = self._token_cost(state.num_computed_tokens) if remaining > 1 else 1.0
+        num_tokens = min(wanted, remaining, max(1, int(min(plan.budget, self._chunk) / cost)))
         end = state.num_computed_tokens + num_tokens
         while not self._kv.allocate_slots(request_id, end):
             if not self._preempt_for(request_id, plan, now) or not state.running:
@@ -248,7 +265,17 @@ class Scheduler:
         plan.slots[request_id] = StepSlot(
             state, state.epoch, state.num_computed_tokens, num_tokens, samples=end == state.num_tokens
         )
-        plan.budget -= num_tokens
+        plan.charge(request_id, math.ceil(num_tokens * cost))
+
+    def _token_cost(self, context: int) -> float:
+        """What a prefill token costs after so many others, in tokens at the start of a prompt.
+
+        Attention over the context adds to a token's fixed work. Without this a chunk late in a long prompt would take
+        several times as long as its first, and so would every other request's step.
+        """
+        if self._halving_context is None:
+            return 1.0
+        return min(1.0 + context / self._halving_context, MAX_TOKEN_COST)
 
     def _preempt_for(self, request_id: str, plan: _Plan, now: float) -> bool:
         """Lets the policy name a victim, and preempts it. False: nobody is to make room."""
@@ -269,7 +296,7 @@ class Scheduler:
         victim_id = victim.request.request_id
         slot = plan.slots.pop(victim_id, None)
         if slot is not None:
-            plan.budget += slot.num_tokens
+            plan.refund(victim_id)
         self._kv.free(victim_id)
         del self._running[victim_id]
         victim.running = False

@@ -110,6 +110,9 @@ def _assemble(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
+        chunk_halving_context=(
+            model.halving_context if config.chunk_halving_context == "auto" else config.chunk_halving_context
+        ),
         seed=config.seed,
     )
     runner = MLXModelRunner(model, backend, block_size=config.block_size, vocab_size=loaded.vocab_size)

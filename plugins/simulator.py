@@ -98,6 +98,8 @@ def build_simulated_engine(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
+        # "auto" asks the model's shape, and there is none.
+        chunk_halving_context=None if config.chunk_halving_context == "auto" else config.chunk_halving_context,
         seed=config.seed,
         **sizes,
     )

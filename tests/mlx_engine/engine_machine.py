@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         spare=st.integers(0, 10),
         chunk=st.none() | st.integers(1, 6),
+        halving=st.none() | st.integers(1, 20),
         overlap=st.booleans(),
         seed=st.integers(0, 99),
     )
@@ -64,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         spare: int,
         chunk: int | None,
+        halving: int | None,
         overlap: bool,
         seed: int,
     ) -> None:
@@ -77,6 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
             max_prefill_chunk=chunk,
+            chunk_halving_context=halving,
             overlap=overlap,
             kv_manager=kv_manager,
             kv_manager_options=slab,

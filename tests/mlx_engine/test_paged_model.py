@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_engine import paged_model
 from mlx_engine.attention.gather import GatherBackend
 from mlx_engine.input_batch import build_input_batch
 from mlx_engine.paged_model import PagedModel
@@ -97,3 +98,23 @@ def test_activation_memory_grows_with_the_tokens_of_a_step() -> None:
     # At least the hidden states of all tokens, and two sets of them.
     assert large > small
     assert large > 2 * 256 * 128 * 4
+
+
+def test_halving_context_compares_linear_layers_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_model, "_ATTENTION_FACTOR", dict.fromkeys(paged_model._ATTENTION_FACTOR, 1.0))
+    # A layer: Q and O 128 x 256, K and V 128 x 128, three of 128 x 160; 4 heads of 64 + 64 for a token of context.
+    layer = 2 * 128 * 256 + 2 * 128 * 128 + 3 * 128 * 160
+    assert PagedModel(build(TINY["llama_biases"])).halving_context == round(layer / (4 * 128))
+    # One layer of three has no window, so a token of context costs a third.
+    assert PagedModel(build(TINY["mistral"])).halving_context == round(3 * layer / (4 * 128))
+
+
+def test_halving_context_counts_only_the_experts_that_a_token_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_model, "_ATTENTION_FACTOR", dict.fromkeys(paged_model._ATTENTION_FACTOR, 1.0))
+    config = TINY["mixtral"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    dim, kv_heads = hidden // heads, config["num_key_value_heads"]
+    attention = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim
+    experts = 2 * 3 * hidden * config["intermediate_size"] + hidden * config["num_local_experts"]
+    expected = round((attention + experts) / (heads * 2 * dim))
+    assert PagedModel(build(config)).halving_context == expected

@@ -56,7 +56,13 @@ class Bench:
     """A scheduler and the runner's part of each step: every sample is the position of the token before it."""
 
     def __init__(
-        self, policy: SchedulerPolicy, *, num_blocks: int = 8, budget: int = 16, chunk: int | None = None
+        self,
+        policy: SchedulerPolicy,
+        *,
+        num_blocks: int = 8,
+        budget: int = 16,
+        chunk: int | None = None,
+        halving: int | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             policy,
@@ -69,6 +75,7 @@ class Bench:
             max_num_seqs=4,
             max_num_batched_tokens=budget,
             max_prefill_chunk=chunk,
+            chunk_halving_context=halving,
         )
 
     def add(self, name: str, num_prompt: int, max_tokens: int = 20) -> None:
@@ -88,6 +95,51 @@ class Bench:
 def parts(step: Step) -> list[tuple[str, int, int, bool]]:
     """What a step runs: id, start, tokens, whether it samples."""
     return [(s.request_id, s.start, s.num_tokens, s.samples) for s in step.output.sequences]
+
+
+def test_chunks_shrink_as_their_context_grows_but_not_without_end() -> None:
+    bench = Bench(Script(everyone), num_blocks=64, budget=32, halving=16)
+    bench.add("a", 200)
+    lengths = []
+    while True:
+        step = bench.schedule()
+        ((_, start, length, samples),) = parts(step)
+        if samples:
+            break
+        # 32 / (1 + start / 16), never below an eighth of 32.
+        assert length == max(int(32 / (1 + start / 16)), 4)
+        lengths.append(length)
+        bench.apply(step)
+    assert (lengths[0], lengths[-1]) == (32, 4)
+
+
+def test_late_chunks_take_their_cost_from_the_budget_and_decodes_only_one_token() -> None:
+    bench = Bench(Script(everyone), num_blocks=64, budget=32, halving=16)
+    bench.add("decodes", 30)
+    bench.apply(bench.schedule())
+    bench.add("a", 60)
+    bench.apply(bench.schedule())  # the decode, and 31 tokens of a
+    bench.add("b", 60)
+    # After 31 tokens a's cost 1 + 31 / 16 each: 10 of them take 30 of the 31, and b gets the rest.
+    assert parts(bench.schedule()) == [("decodes", 31, 1, True), ("a", 31, 10, False), ("b", 0, 1, False)]
+
+
+def test_a_late_chunk_that_is_preempted_again_gives_back_what_it_cost() -> None:
+    policy = Script(lambda view: [n for n in ("late", "grows", "new") if view.get(n)], victims=["late"])
+    bench = Bench(policy, num_blocks=7, budget=9, chunk=5, halving=16)
+    bench.add("grows", 8)
+    for _ in range(2):
+        bench.apply(bench.schedule())
+    bench.add("late", 16)
+    for _ in range(3):
+        bench.apply(bench.schedule())
+    step = bench.schedule()
+    assert parts(step) == [("late", 11, 2, False), ("grows", 11, 1, True)]
+    bench.apply(step)
+    bench.add("new", 12)
+    # late's next 2 tokens cost 4 of the 9. Then grows finds no block, late goes, and new can use what it gave back.
+    assert parts(bench.schedule()) == [("grows", 12, 1, True), ("new", 0, 5, False)]
+    assert [request for request, _ in policy.asked] == ["grows"]
 
 
 def test_proposals_are_cut_to_the_budget_in_their_order() -> None:
