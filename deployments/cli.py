@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(options: argparse.Namespace) -> int:  # noqa: RET503 (os.execve doesn't return)
     path = find_config(options.config)
     if path is None:
-        print(f"quire: there is no config file {options.config}", file=sys.stderr)
+        what = "is a folder, and a config file is wanted" if Path(options.config).is_dir() else "is not there"
+        print(f"quire: the config file {options.config} {what}", file=sys.stderr)
         return 2
     environment = {**os.environ, **serve_environment(os.environ)}
     if not options.verbose:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,10 +26,10 @@ from typing import Any
 
 import ray
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from ray import serve
 from ray.serve import scripts
-from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from deployments.settings import load_settings
 from mlx_engine.config import EMBEDDED_MODEL
@@ -47,8 +49,9 @@ class RayStartError(Exception):
 class ServeConfig:
     """What is needed of a config file here; Serve reads the rest."""
 
-    apps: tuple[str, ...]  # the names of our applications
-    health_url: str
+    apps: tuple[str, ...]  # the names of the applications
+    health_url: str | None  # of the first one of ours; None if none is
+    address: tuple[str, int]  # where Serve will listen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,16 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(path: Path, *, num_cpus: int, dashboard: bool) -> int:
     try:
         config = read_config(path)
+        _check_address(*config.address)
     except ConfigError as error:
         print(f"quire: {path}: {error}", file=sys.stderr)
         return 1
-    # Ctrl-C ends Serve in order; so shall whatever else ends this process.
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_on_signals()
     watcher = Watcher(config)
     try:
         if not os.environ.get("RAY_ADDRESS"):
             _start_ray(num_cpus, dashboard)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in its place
+        _end_on_signals()  # Ray has put its own in their place
         watcher.start()
         scripts.cli(["run", str(path)], standalone_mode=False)
     except (SystemExit, KeyboardInterrupt):
@@ -102,26 +105,56 @@ def read_config(path: Path) -> ServeConfig:
         raise ConfigError(f"can't be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise ConfigError("is no Ray Serve config: it needs a list `applications`")
+    if not content["applications"]:
+        raise ConfigError("applications: is empty, so there is nothing to serve")
     _check_serve_keys(content)
-    apps = []
-    for app in content["applications"]:
-        if app["import_path"] == IMPORT_PATH:
+    prefixes = []
+    for index, app in enumerate(content["applications"]):
+        where = f"applications.{index}"
+        # Serve takes both spellings.
+        if app["import_path"] in (IMPORT_PATH, IMPORT_PATH.replace(":", ".")):
             settings = load_settings(app.get("args"))
             _check_model_path(settings.engine.model)
-            apps.append((str(app.get("name", "default")), str(app.get("route_prefix", "/"))))
+            prefix = app.get("route_prefix", "/")
+            if not isinstance(prefix, str) or not prefix.startswith("/"):
+                raise ConfigError(f"{where}.route_prefix: must begin with '/', and {prefix!r} does not")
+            prefixes.append(prefix.rstrip("/"))
+        elif str(app["import_path"]).startswith("deployments"):
+            found = app["import_path"]
+            raise ConfigError(f"{where}.import_path: {found!r} is not here (did you mean {IMPORT_PATH!r}?)")
     http = content.get("http_options") or {}
-    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
-    prefix = apps[0][1].rstrip("/") if apps else ""
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", None) else host
-    return ServeConfig(tuple(name for name, _ in apps), f"http://{reachable}:{port}{prefix}/health")
+    host, port = http.get("host") or "127.0.0.1", http.get("port", 8000)
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"http_options.port: must be 1 to 65535, not {port}")
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    names = tuple(str(app.get("name", "default")) for app in content["applications"])
+    return ServeConfig(names, f"http://{reachable}:{port}{prefixes[0]}/health" if prefixes else None, (host, port))
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ConfigError if nobody can listen there; Serve would say so in a traceback half a minute later."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections of a server that has just ended don't count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use: end what listens there, or set another http_options.port"
+            ) from error
+        raise ConfigError(f"http_options: can't listen on {host}, port {port}: {error.strerror or error}") from error
 
 
 def _check_serve_keys(content: dict[str, Any]) -> None:
     """What `serve run` would refuse with a traceback once Ray runs, or ignore altogether."""
-    for where, mapping, schema in (
+    schemas: list[tuple[str, Any, type[BaseModel]]] = [
         ("", content, ServeDeploySchema),
         ("http_options.", content.get("http_options") or {}, HTTPOptionsSchema),
-    ):
+        *((f"applications.{i}.", app, ServeApplicationSchema) for i, app in enumerate(content["applications"])),
+    ]
+    for where, mapping, schema in schemas:
         for key in mapping if isinstance(mapping, dict) else ():
             if key not in schema.model_fields:
                 near = difflib.get_close_matches(str(key), schema.model_fields, n=1, cutoff=0.5)
@@ -140,6 +173,16 @@ def _check_model_path(model: str) -> None:
     meant_as_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
     if model != EMBEDDED_MODEL and meant_as_path and not Path(model).expanduser().exists():
         raise ConfigError(f"engine.model: there is no {model}")
+
+
+def _end_on_signals() -> None:
+    """Ctrl-C ends Serve in order, and so does SIGTERM.
+
+    Without a handler of its own, a process that a script has started with `&` ignores SIGINT, and so would end neither
+    by it nor by the watcher's.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -169,7 +212,7 @@ def _start_ray(num_cpus: int, dashboard: bool) -> None:
 
 
 class Watcher:
-    """Watches our applications until they serve; ends the process with SIGINT if they never will."""
+    """Watches the applications until they serve; ends the process with SIGINT if they never will."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.failure: str | None = None
@@ -217,6 +260,8 @@ class Watcher:
         return None
 
     def _health(self) -> dict[str, Any] | None:
+        if self._config.health_url is None:
+            return None
         try:
             with urllib.request.urlopen(self._config.health_url, timeout=2) as response:
                 content = json.load(response)

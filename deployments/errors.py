@@ -78,7 +78,10 @@ def to_api_error(error: BaseException) -> APIError:
     if isinstance(error, RequestError):
         return APIError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineDeadError):
-        return unavailable(f"The engine ended while it worked on this request: {error}. Try again.", code="engine_dead")
+        reason = str(error).rstrip(".")
+        return unavailable(
+            f"The engine ended while it worked on this request: {reason}. Try again.", code="engine_dead"
+        )
     if isinstance(error, ValidationError):
         return _from_validation(error)
     logger.error("unexpected error while answering a request", exc_info=error)

@@ -50,7 +50,7 @@ def _add_openai_routes(app: FastAPI, service: OpenAIService) -> None:
 
     def card(model_id: str) -> ModelCard:
         model = service.engine.model
-        length = model.info.max_model_len if model is not None else None
+        length = model.info.max_tokens_per_request if model is not None else None
         return ModelCard(id=model_id, created=started, root=service.settings.primary_id, max_model_len=length)
 
     @app.post("/v1/chat/completions")

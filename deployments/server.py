@@ -73,8 +73,9 @@ class OpenAIServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         _announce(
             f"Quire is ready after {time.monotonic() - self._started:.1f} s: http://{host}:{self._port}/v1 serves "
-            f"{', '.join(self._settings.served_ids)} ({info.device} {info.dtype}, context {info.max_model_len}, "
-            f"{info.num_blocks} KV blocks of {info.block_size} tokens, {scheduler} scheduler)"
+            f"{', '.join(self._settings.served_ids)} ({info.device} {info.dtype}, "
+            f"context {info.max_tokens_per_request}, {info.num_blocks} KV blocks of "
+            f"{info.block_size} tokens, {scheduler} scheduler)"
         )
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from deployments import openai_params as params
 from deployments.engine_api import EngineClient, HealthStatus, ServedModel
-from deployments.errors import bad_request, too_many, unavailable
+from deployments.errors import APIError, bad_request, too_many, unavailable
 from deployments.generation import AnySequence, Delta, EmptySequence, TextSequence, merged
 from deployments.metrics import Metrics
 from deployments.openai_format import Kind, ResponseFormat
@@ -135,6 +135,9 @@ class OpenAIService:
 
     def _admit(self, num_sequences: int) -> _Admission:
         limit = self.settings.server.max_open_sequences
+        if num_sequences > limit:
+            message = f"This request has {num_sequences} prompts, and the server holds at most {limit} sequences."
+            raise APIError(400, message, param="prompt")
         if self._num_open + num_sequences > limit:
             raise too_many(f"The server holds {self._num_open} of at most {limit} sequences. Try again shortly.")
         self._num_open += num_sequences

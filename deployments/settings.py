@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
@@ -21,6 +22,7 @@ from mlx_engine.models.embedded import served_name
 
 ENV_PREFIX = "QUIRE_"
 _NESTED = "__"
+_OTHER_VARIABLES = ("CACHE_DIR",)  # ours too, but no settings
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Resources = dict[str, Annotated[float, Field(gt=0)]]
@@ -48,7 +50,9 @@ class ServerSettings(_Section):
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest request body; beyond it 413")
     num_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for a replica; a scheduling figure only")
     resources: Resources = Field(default_factory=dict, description="custom Ray resources, to choose nodes")
-    graceful_shutdown_timeout_s: float = Field(5.0, ge=0, description="time for open requests when a replica stops")
+    graceful_shutdown_timeout_s: float = Field(
+        5.0, ge=0, description="time for open requests when Serve replaces a replica; Ctrl-C doesn't wait for any"
+    )
 
 
 class EngineActorSettings(_Section):
@@ -85,7 +89,12 @@ class QuireSettings(BaseSettings):
     """All of it: `args` of the application in a Serve config."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter=_NESTED, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=_NESTED,
+        env_parse_none_str="null",
+        protected_namespaces=(),
     )
 
     model_id: Name | None = Field(None, description="the id that clients send as `model`; the model's own name if null")
@@ -131,9 +140,11 @@ def load_settings(args: Mapping[str, Any] | None) -> QuireSettings:
         settings = QuireSettings(**args)
     except ValidationError as error:
         problems += [_explain(dict(item)) for item in error.errors(include_url=False, include_input=False)]
-    # Sources fail on their own when a variable for a section is not JSON.
-    except ValueError as error:
-        problems.append(str(error))
+    # Sources fail on their own when a variable for a list or a section is not JSON.
+    except SettingsError as error:
+        field = re.search(r'field "(\w+)"', str(error))
+        name = f"{ENV_PREFIX}{field[1].upper()}" if field else ENV_PREFIX
+        problems.append(f"environment variable {name}: lists and sections are written as JSON, for example '[\"a\"]'")
     if problems:
         raise ConfigError("The configuration is wrong. " + "; ".join(problems))
     return settings
@@ -179,13 +190,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _unknown_env_keys() -> Iterator[str]:
-    """Variables that are meant for a section which doesn't exist. pydantic only looks for those that it knows."""
-    sections = [name.upper() for name in QuireSettings.model_fields]
+    """Variables of ours that name no key of the first level. pydantic only looks for those that it knows."""
+    known = [name.upper() for name in QuireSettings.model_fields]
+    nested = [f"{name}{_NESTED}{key}".upper() for name in QuireSettings.model_fields for key in _keys_at((name,))]
     for variable in os.environ:
-        if not variable.upper().startswith(ENV_PREFIX) or _NESTED not in variable:
+        name = variable.upper().removeprefix(ENV_PREFIX)
+        if not variable.upper().startswith(ENV_PREFIX) or name in _OTHER_VARIABLES:
             continue
-        section = variable.upper().removeprefix(ENV_PREFIX).split(_NESTED, 1)[0]
-        if section not in sections:
-            near = difflib.get_close_matches(section, sections, n=1, cutoff=0.5)
-            hint = f" (did you mean {ENV_PREFIX}{near[0]}{_NESTED}…?)" if near else ""
+        if name.split(_NESTED, 1)[0] not in known:
+            near = difflib.get_close_matches(name, [*known, *nested], n=1, cutoff=0.5)
+            hint = f" (did you mean {ENV_PREFIX}{near[0]}?)" if near else ""
             yield f"environment variable {variable}: unknown key{hint}"

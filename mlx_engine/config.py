@@ -15,7 +15,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
-        EMBEDDED_MODEL, description="'embedded' (SmolLM2-135M-Instruct), a folder, a .gguf file or a Hugging Face id"
+        EMBEDDED_MODEL,
+        min_length=1,
+        description="'embedded' (SmolLM2-135M-Instruct), a folder, a .gguf file or a Hugging Face id",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="type of weights and K/V; auto is float32 on CPU, the model's own on a GPU"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -31,7 +34,9 @@ def test_a_config_is_read_for_its_applications_and_its_address(tmp_path: Path) -
         "http_options": {"host": "0.0.0.0", "port": 1234},
         "applications": [other, {**APP, "route_prefix": "/x"}],
     }
-    assert read_config(write(tmp_path, content)) == ServeConfig(("quire",), "http://127.0.0.1:1234/x/health")
+    assert read_config(write(tmp_path, content)) == ServeConfig(
+        ("other", "quire"), "http://127.0.0.1:1234/x/health", ("0.0.0.0", 1234)
+    )
     assert read_config(write(tmp_path, {"applications": [APP]})).health_url == "http://127.0.0.1:8000/health"
 
 
@@ -48,6 +53,15 @@ def test_a_config_is_read_for_its_applications_and_its_address(tmp_path: Path) -
         ({"applications": [APP], "http_option": {}}, "http_option: unknown key (did you mean 'http_options'?)"),
         ({"applications": [APP], "http_options": {"prot": 1}}, "http_options.prot: unknown key (did you mean 'port'?)"),
         ({"applications": [APP], "http_options": {"port": "x"}}, "http_options.port: "),
+        ({"applications": [APP], "http_options": {"port": 99999}}, "http_options.port: must be 1 to 65535"),
+        ({"applications": []}, "nothing to serve"),
+        (
+            {"applications": [{**APP, "import_path": "deployments.app:build_ap"}]},
+            "did you mean 'deployments.app:build_app",
+        ),
+        ({"applications": [{**APP, "arg": {}}]}, "applications.0.arg: unknown key (did you mean 'args'?)"),
+        ({"applications": [{**APP, "route_prefix": None}]}, "applications.0.route_prefix: must begin with '/'"),
+        ({"applications": [{**APP, "args": {"engine": {"model": ""}}}]}, "engine.model: "),
         ({"applications": [{**APP, "deployments": [{"name": "X", "num_replicas": "two"}]}]}, "num_replicas"),
     ],
 )
@@ -60,6 +74,34 @@ def test_what_is_wrong_is_named_before_ray_starts(
     assert expected in str(caught.value)
     assert main([str(path)]) == 1
     assert expected in capsys.readouterr().err
+
+
+def test_both_spellings_of_the_import_path_are_checked(tmp_path: Path) -> None:
+    app = {**APP, "import_path": "deployments.app.build_app", "args": {"engine": {"max_num_seq": 1}}}
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        read_config(write(tmp_path, {"applications": [app]}))
+
+
+def test_a_port_in_use_is_said_before_ray_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(write(tmp_path, {"applications": [APP], "http_options": {"port": port}}))]) == 1
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def test_a_process_that_inherited_ignored_signals_listens_to_them_again() -> None:
+    code = (
+        "import os, signal, time; from deployments.driver import _end_on_signals\n"
+        "assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN\n"
+        "_end_on_signals()\n"
+        "try: os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    result = subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=ignoring, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "interrupted", result.stderr
 
 
 def test_a_hub_id_is_no_path(tmp_path: Path) -> None:
@@ -98,7 +140,7 @@ def watch(status: int, body: bytes) -> tuple[Watcher, bool]:
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     health = _Health(status, body)
-    watcher = Watcher(ServeConfig(("quire",), health.url))
+    watcher = Watcher(ServeConfig(("quire",), health.url, ("127.0.0.1", 8000)))
     try:
         watcher.start()
         deadline = time.monotonic() + DEADLINE_S
@@ -125,7 +167,7 @@ def test_the_watcher_goes_when_all_is_well() -> None:
 
 
 def test_the_watcher_waits_while_nothing_is_known() -> None:
-    watcher = Watcher(ServeConfig(("quire",), "http://127.0.0.1:9/health"))
+    watcher = Watcher(ServeConfig(("quire",), "http://127.0.0.1:9/health", ("127.0.0.1", 8000)))
     watcher.start()
     time.sleep(1.2)
     assert watcher.is_alive

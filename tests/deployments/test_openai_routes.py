@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -423,7 +424,11 @@ def test_a_pool_smaller_than_the_context_is_the_limit(text: TextModel) -> None:
 def test_too_many_prompts_or_sequences(text: TextModel) -> None:
     with serving(FakeEngine(text), {"server": {"max_prompts_per_request": 3, "max_open_sequences": 2}}) as server:
         assert error_of(server.complete(["a"] * 4))["param"] == "prompt"
-        busy = server.complete(["a"] * 3)
+        never = server.complete(["a"] * 3)
+        assert never.status_code == 400, "trying again would not help"
+        assert "at most 2 sequences" in error_of(never)["message"]
+        with closing(server.service._admit(1)):
+            busy = server.complete(["a"] * 2)
         assert busy.status_code == 429
         assert busy.headers["retry-after"]
         assert error_of(busy)["type"] == "rate_limit_error"

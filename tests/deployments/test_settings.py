@@ -61,8 +61,10 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "value", "expected"),
     [
         ("QUIRE_ENGINE__MAX_NUM_SEQ", "9", "engine.max_num_seq: unknown key (did you mean 'max_num_seqs'?)"),
-        ("QUIRE_ENGIN__MODEL", "x", "QUIRE_ENGIN__MODEL: unknown key (did you mean QUIRE_ENGINE__…?)"),
-        ("QUIRE_MODEL_ALIASES", "no json", "model_aliases"),
+        ("QUIRE_ENGIN__MODEL", "x", "QUIRE_ENGIN__MODEL: unknown key (did you mean QUIRE_ENGINE__MODEL?)"),
+        ("QUIRE_ENGINE_MAX_NUM_SEQS", "1", "unknown key (did you mean QUIRE_ENGINE__MAX_NUM_SEQS?)"),
+        ("QUIRE_MODEL_ALIAS", "x", "unknown key (did you mean QUIRE_MODEL_ALIASES?)"),
+        ("QUIRE_MODEL_ALIASES", "no json", "QUIRE_MODEL_ALIASES: lists and sections are written as JSON"),
         ("QUIRE_NUM_REPLICAS", "two", "num_replicas: "),
     ],
 )
@@ -71,6 +73,13 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, v
     with pytest.raises(ConfigError) as caught:
         load_settings({})
     assert expected in str(caught.value)
+
+
+def test_a_variable_can_say_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENGINE__NUM_BLOCKS", "null")
+    monkeypatch.setenv("QUIRE_ENGINE__CHUNK_HALVING_CONTEXT", "null")
+    engine = load_settings({"engine": {"num_blocks": 1024}}).engine
+    assert (engine.num_blocks, engine.chunk_halving_context) == (None, None)
 
 
 def test_other_quire_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
