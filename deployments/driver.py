@@ -72,14 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(path: Path, *, num_cpus: int, dashboard: bool) -> int:
     try:
         config = read_config(path)
-        _check_address(*config.address)
+        own_ray = not os.environ.get("RAY_ADDRESS")
+        # In a Ray of somebody else's, Serve may be listening already, and takes the config all the same.
+        if own_ray:
+            _check_address(*config.address)
     except ConfigError as error:
         print(f"quire: {path}: {error}", file=sys.stderr)
         return 1
     _end_on_signals()
     watcher = Watcher(config)
     try:
-        if not os.environ.get("RAY_ADDRESS"):
+        if own_ray:
             _start_ray(num_cpus, dashboard)
         _end_on_signals()  # Ray has put its own in their place
         watcher.start()

@@ -63,18 +63,8 @@ class _Plan:
     """The step being put together."""
 
     budget: int  # in tokens at the start of a prompt
-    costs: dict[str, int] = field(default_factory=dict)
     slots: dict[str, StepSlot] = field(default_factory=dict)
     blocked: SequenceState | None = None  # the first waiting request that got no blocks in this step
-
-    def charge(self, request_id: str, cost: int) -> None:
-        """Takes a slot's cost from the budget, or what is left of it."""
-        self.costs[request_id] = min(cost, self.budget)
-        self.budget -= self.costs[request_id]
-
-    def refund(self, request_id: str) -> None:
-        """Gives it back."""
-        self.budget += self.costs.pop(request_id)
 
 
 class Scheduler:
@@ -262,10 +252,12 @@ class Scheduler:
         while not self._kv.allocate_slots(request_id, end):
             if not self._preempt_for(request_id, plan, now) or not state.running:
                 return
+        # A lone token may cost more than is left.
+        charged = min(math.ceil(num_tokens * cost), plan.budget)
         plan.slots[request_id] = StepSlot(
-            state, state.epoch, state.num_computed_tokens, num_tokens, samples=end == state.num_tokens
+            state, state.epoch, state.num_computed_tokens, num_tokens, charged, samples=end == state.num_tokens
         )
-        plan.charge(request_id, math.ceil(num_tokens * cost))
+        plan.budget -= charged
 
     def _token_cost(self, context: int) -> float:
         """What a prefill token costs after so many others, in tokens at the start of a prompt.
@@ -296,7 +288,7 @@ class Scheduler:
         victim_id = victim.request.request_id
         slot = plan.slots.pop(victim_id, None)
         if slot is not None:
-            plan.refund(victim_id)
+            plan.budget += slot.cost
         self._kv.free(victim_id)
         del self._running[victim_id]
         victim.running = False

@@ -73,6 +73,7 @@ class StepSlot:
     epoch: int
     start: int
     num_tokens: int
+    cost: int  # taken from the step's budget
     samples: bool
 
 
