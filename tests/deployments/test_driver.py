@@ -89,6 +89,24 @@ def test_a_port_in_use_is_said_before_ray_starts(tmp_path: Path, capsys: pytest.
     assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
 
 
+def test_a_port_in_use_is_serves_own_matter_in_a_ray_of_somebody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    monkeypatch.setattr("deployments.driver.scripts.cli", lambda arguments, **_: given.append(arguments))
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in signals]
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            path = write(tmp_path, {"applications": [APP], "http_options": {"port": taken.getsockname()[1]}})
+            assert main([str(path)]) == 0
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    assert given == [["run", str(path)]]
+
+
 def test_a_process_that_inherited_ignored_signals_listens_to_them_again() -> None:
     code = (
         "import os, signal, time; from deployments.driver import _end_on_signals\n"
