@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import json
 import os
@@ -33,7 +32,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 
 from deployments.settings import load_settings
 from mlx_engine.config import EMBEDDED_MODEL
-from mlx_engine.errors import ConfigError
+from mlx_engine.errors import ConfigError, nearest_name
 
 IMPORT_PATH = "deployments.app:build_app"
 # Actors reserve fractions of a CPU; more in Ray's books would only make it start workers that nobody uses.
@@ -160,8 +159,8 @@ def _check_serve_keys(content: dict[str, Any]) -> None:
     for where, mapping, schema in schemas:
         for key in mapping if isinstance(mapping, dict) else ():
             if key not in schema.model_fields:
-                near = difflib.get_close_matches(str(key), schema.model_fields, n=1, cutoff=0.5)
-                raise ConfigError(f"{where}{key}: unknown key" + (f" (did you mean {near[0]!r}?)" if near else ""))
+                near = nearest_name(str(key), schema.model_fields)
+                raise ConfigError(f"{where}{key}: unknown key" + (f" (did you mean {near!r}?)" if near else ""))
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:

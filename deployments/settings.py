@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import types
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from mlx_engine.config import EngineConfig
-from mlx_engine.errors import ConfigError
+from mlx_engine.errors import ConfigError, nearest_name
 from mlx_engine.models.embedded import served_name
 
 ENV_PREFIX = "QUIRE_"
@@ -166,8 +165,8 @@ def _is_union_branch(part: object) -> bool:
 
 def _suggestion(location: tuple[Any, ...]) -> str:
     known = _keys_at(location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else f" (known keys: {', '.join(sorted(known))})"
+    near = nearest_name(str(location[-1]), known)
+    return f" (did you mean {near!r}?)" if near else f" (known keys: {', '.join(sorted(known))})"
 
 
 def _keys_at(path: tuple[Any, ...]) -> list[str]:
@@ -198,6 +197,6 @@ def _unknown_env_keys() -> Iterator[str]:
         if not variable.upper().startswith(ENV_PREFIX) or name in _OTHER_VARIABLES:
             continue
         if name.split(_NESTED, 1)[0] not in known:
-            near = difflib.get_close_matches(name, [*known, *nested], n=1, cutoff=0.5)
-            hint = f" (did you mean {ENV_PREFIX}{near[0]}?)" if near else ""
+            near = nearest_name(name, [*known, *nested])
+            hint = f" (did you mean {ENV_PREFIX}{near}?)" if near else ""
             yield f"environment variable {variable}: unknown key{hint}"

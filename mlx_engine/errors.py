@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose."""
@@ -39,3 +42,8 @@ class EngineDeadError(QuireError):
 
 class IntegrityError(QuireError):
     """An invariant of the KV memory is broken: a bug of ours or of a plugin, never of a user."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, for a message; None if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)

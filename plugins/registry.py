@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from mlx_engine.errors import PluginError
+from mlx_engine.errors import PluginError, nearest_name
 from mlx_engine.interfaces import (
     INTERFACE_VERSION,
     AttentionBackend,
@@ -113,8 +112,8 @@ def _find(group: str, name: str) -> EntryPoint:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    near = nearest_name(name, names)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def _class_problem(policy: Any, interface: type[Any]) -> str | None:
