@@ -1,8 +1,6 @@
 """A streaming client for any server with OpenAI's API, as close to the wire as measuring needs.
 
-Closed loop: each of N clients sends its next request when its last one has ended. Times are taken when bytes arrive,
-before they are parsed. Tokens are counted by the server's own usage, never by counting events: an event may carry
-several tokens, and some tokens have no text of their own.
+Closed loop: each of N clients sends its next request when its last one has ended.
 """
 
 from __future__ import annotations
@@ -12,70 +10,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from loadtest.stats import gaps
+from loadtest.stream import RequestResult, SSEParser, StreamError, check_complete, take_event
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(slots=True)
-class RequestResult:
-    """One request as its client saw it. Times are seconds of `time.perf_counter()`."""
-
-    started: float  # just before it was sent
-    status: int | None = None  # of the HTTP response, None if there was none
-    content_times: list[float] = field(default_factory=list)  # arrival of each event that carries text
-    ended: float | None = None
-    prompt_tokens: int | None = None  # these three by the server's usage
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    finish_reason: str | None = None
-    hung_up: bool = False  # this client left on purpose
-    error: str | None = None  # why it failed
-
-    @property
-    def ok(self) -> bool:
-        """Whether the whole answer came, its usage included. Neither failures nor hang-ups count."""
-        return self.error is None and not self.hung_up
-
-    @property
-    def ttft(self) -> float | None:
-        """Seconds from sending to the first text; headers and role chunks don't count."""
-        return self.content_times[0] - self.started if self.content_times else None
-
-    @property
-    def inter_token_latencies(self) -> list[float]:
-        """Seconds between neighbouring events that carry text."""
-        return gaps(self.content_times)
-
-
-class SSEParser:
-    """Splits a byte stream into the data of its events. Lines may end in LF or CRLF and arrive in any pieces."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of each event that this chunk completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
-
-
-class StreamError(Exception):
-    """The stream broke its protocol or carried an error."""
 
 
 class Client:
@@ -152,40 +94,13 @@ class Client:
                 now = time.perf_counter()
                 for data in parser.feed(chunk):
                     if data == b"[DONE]":
-                        _check_complete(result)
+                        check_complete(result)
                         return
-                    _take_event(result, data, now)
+                    take_event(result, data, now)
                 if hang_up_after is not None and len(result.content_times) >= hang_up_after:
                     result.hung_up = True
                     return
         raise StreamError("the stream ended without [DONE]")
-
-
-def _take_event(result: RequestResult, data: bytes, now: float) -> None:
-    try:
-        event = json.loads(data)
-    except ValueError:
-        raise StreamError(f"an event is not JSON: {data[:200]!r}") from None
-    if not isinstance(event, dict):
-        raise StreamError(f"an event is not an object: {data[:200]!r}")
-    if event.get("error"):
-        raise StreamError(f"an error in the stream: {json.dumps(event['error'])[:300]}")
-    for choice in event.get("choices") or []:
-        if choice.get("text") or (choice.get("delta") or {}).get("content"):
-            result.content_times.append(now)
-        result.finish_reason = choice.get("finish_reason") or result.finish_reason
-    usage = event.get("usage")
-    if usage:
-        result.prompt_tokens = usage.get("prompt_tokens")
-        result.completion_tokens = usage.get("completion_tokens")
-        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-
-
-def _check_complete(result: RequestResult) -> None:
-    if result.finish_reason is None:
-        raise StreamError("the stream ended without a finish_reason")
-    if result.completion_tokens is None:
-        raise StreamError("the stream ended without usage, so its tokens can't be counted")
 
 
 @dataclass(frozen=True, slots=True)

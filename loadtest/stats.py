@@ -37,18 +37,13 @@ def gaps(times: Sequence[float]) -> list[float]:
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Count, median, p95, extremes and the raw samples themselves, in the samples' unit; None where there are none."""
+    """Count, median, p90, p95, p99, extremes and the raw samples, in the samples' unit; None where there are none."""
     raw = list(samples)
-    if not raw:
-        return {"count": 0, "median": None, "p95": None, "min": None, "max": None, "samples": raw}
-    return {
-        "count": len(raw),
-        "median": median(raw),
-        "p95": percentile(raw, 95),
-        "min": min(raw),
-        "max": max(raw),
-        "samples": raw,
-    }
+    figures: dict[str, float | None] = dict.fromkeys(("median", "p90", "p95", "p99", "min", "max"))
+    if raw:
+        figures = {"median": median(raw), **{f"p{q}": percentile(raw, q) for q in (90, 95, 99)},
+                   "min": min(raw), "max": max(raw)}  # fmt: skip
+    return {"count": len(raw), **figures, "samples": raw}
 
 
 def ratio(a: float | None, b: float | None) -> float | None:

@@ -65,11 +65,9 @@ class SSEServer:
         self.most_open = 0
         self.url = ""
         self.count_steps: Callable[[], int] = lambda: 0  # what /metrics says
-
-    @property
-    def metrics_page(self) -> str:
-        """The page at /metrics."""
-        return f'quire:engine_steps_total{{model_name="m"}} {self.count_steps()}\n'
+        self.pages: dict[str, Callable[[], str]] = {  # by path; any other is 404
+            "/metrics": lambda: f'quire:engine_steps_total{{model_name="m"}} {self.count_steps()}\n'
+        }
 
     async def __aenter__(self) -> SSEServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -84,9 +82,12 @@ class SSEServer:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                if head.startswith("get /metrics "):
-                    page = self.metrics_page.encode()
-                    writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page)
+                method, path, _ = head.split(" ", 2)
+                if method == "get":
+                    page = self.pages.get(path)
+                    content = b"" if page is None else page().encode()
+                    status = "404 Not Found" if page is None else "200 OK"
+                    writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
                     continue
                 length = int(head.split("content-length:")[1].split("\r\n")[0])
                 body = json.loads(await reader.readexactly(length))

@@ -1,0 +1,295 @@
+"""A load test's state beside Locust's own: options, samples, levels. One for each Locust environment."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from locust.env import Environment
+from locust.runners import STATE_INIT, MasterRunner, WorkerRunner
+
+from loadtest import environment as surroundings
+from loadtest.load import levels_table, server_metrics
+from loadtest.load.monitor import GeneratorMonitor
+from loadtest.load.options import LoadOptions, OptionError, checked
+from loadtest.load.recorder import Recorder, Sample, errors, level_figures
+from loadtest.load.sse import BlockingClient
+from loadtest.load.sweep import USERS, Level, Sweep
+from loadtest.stats import gaps
+from loadtest.stream import RequestResult
+
+logger = logging.getLogger(__name__)
+_LEVEL_MESSAGE = "quire_level"
+_METRIC = "metric"  # the type of those rows of Locust's table that are no requests
+
+
+class LoadSession:
+    """What users, shape and hooks share. Methods run in Locust's greenlets of one process."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.recorder = Recorder()
+        self.monitor = GeneratorMonitor()
+        self.options: LoadOptions | None = None  # None before a run and after options that can't be used
+        self.sweep: Sweep | None = None
+        self.trace_over = False
+        self.rate = 0.0  # arrivals per second that this process's open-loop users share
+        self.max_failure_ratio = 0.0  # of the last run
+        self.outcome = 0, 0  # requests and failures of the last run, those of warm-ups too
+        self.last_result: dict[str, Any] | None = None  # the result file of the last run
+        self.results: list[dict[str, Any]] = []  # the levels' figures, of this run or the last
+        self._server_metrics: list[Mapping[str, float] | None] = []  # at each level's start, and at the end
+        self._users = itertools.count()
+        self._model = ""
+        self._max_users = 0
+        self._began = 0.0
+        runner = environment.runner
+        if isinstance(runner, WorkerRunner):
+            runner.register_message(_LEVEL_MESSAGE, self._take_level)
+
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun and not ended."""
+        return self.options is not None
+
+    # --- for users -------------------------------------------------------------------------------------------------
+
+    def next_user(self) -> tuple[int, int]:
+        """Worker and number of a new user, for its seed."""
+        runner = self.environment.runner
+        self._max_users = max(self._max_users, runner.target_user_count if runner is not None else 0)
+        return int(getattr(runner, "worker_index", 0)), next(self._users)
+
+    def client(self) -> BlockingClient:
+        """A client of the server under test. Raises ValueError for a host that is no URL."""
+        options = self.checked_options
+        return BlockingClient(
+            self.environment.host or "", timeout_s=options.request_timeout, api_key=options.api_key or None
+        )
+
+    @property
+    def checked_options(self) -> LoadOptions:
+        """The options of the run that is going on."""
+        assert self.options is not None, "no run has begun"
+        return self.options
+
+    def model(self, client: BlockingClient) -> str:
+        """The model to ask for. Raises OptionError if none is given and the server lists none."""
+        if not self._model:
+            self._model = self.checked_options.model or server_metrics.first_model(client)
+        return self._model
+
+    def record(self, tag: str, name: str, result: RequestResult) -> None:
+        """Takes a request that has ended into the samples and into Locust's own tables."""
+        offset = time.time() - time.perf_counter()
+        sample = Sample.of(tag, result, offset)
+        self.recorder.add([sample])
+        if sample.unfinished:
+            return
+        elapsed = 1000 * (sample.ended - sample.started)
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=name,
+            response_time=elapsed,
+            response_length=sum(len(text) for text in result.texts),
+            exception=None if sample.error is None else RequestFailed(sample.error),
+            context={},
+        )
+        if sample.ok:
+            self._log_metrics(sample)
+
+    def _log_metrics(self, sample: Sample) -> None:
+        # Into their rows alone: what goes through the request event is counted as a request.
+        def log(name: str, value: float) -> None:
+            self.environment.stats.entries[(name, _METRIC)].log(value, 0)  # type: ignore[arg-type]
+
+        if sample.ttft is not None:
+            log("TTFT (ms)", 1000 * sample.ttft)
+        for gap in gaps(sample.content):
+            log("ITL (ms)", 1000 * gap)
+        log("Output tokens", sample.completion_tokens or 0)
+
+    # --- for the shape and hooks -----------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Starts a run with the options as they are now. False, and the reason in Locust's log, if they won't do."""
+        self.options, self.sweep, self.trace_over, self._began = None, None, False, time.time()
+        self.recorder, self.results, self._server_metrics, self._model = Recorder(), [], [], ""
+        self._users, self._max_users = itertools.count(), 0
+        try:
+            self.options = checked(self.environment.parsed_options)  # type: ignore[arg-type]
+            self.client().close()
+            self.scenario()
+        except (OptionError, ValueError) as error:
+            self.options = None
+            logger.error("%s", error)
+            if self.environment.runner is not None:
+                self.environment.runner.log_exception("local", str(error), "")
+            return False
+        if not isinstance(self.environment.runner, MasterRunner):
+            self.monitor.start()
+        return True
+
+    def scenario(self) -> str:
+        """The scenario of this run: of the class that was named, else by option. Raises OptionError for several."""
+        named = {getattr(user_class, "scenario", None) for user_class in self.environment.user_classes} - {None}
+        if len(named) == 1:
+            return str(named.pop())
+        available = {getattr(c, "scenario", None) for c in (self.environment.available_user_classes or {}).values()}
+        if available and named != available - {None}:
+            raise OptionError(f"choose one scenario's class, not those of {', '.join(sorted(map(str, named)))}")
+        return self.checked_options.scenario
+
+    def tick(self) -> tuple[int, float, list[type]] | None:
+        """How many users of which classes there should be now; None ends the run. Called once a second."""
+        runner = self.environment.runner
+        assert runner is not None
+        if runner.state == STATE_INIT and not self.begin():
+            return None
+        options, parsed = self.checked_options, self.environment.parsed_options
+        assert parsed is not None
+        scenario, now = self.scenario(), time.time()
+        num_users, spawn_rate = int(parsed.num_users or 1), float(parsed.spawn_rate or 1)
+        if self.sweep is None:
+            run_time = getattr(parsed, "run_time", None)
+            self.sweep = Sweep(options.plan(scenario, num_users, run_time and float(run_time)), now)
+            self._enter_level()
+        else:
+            before = len(self.sweep.levels)
+            self.sweep.advance(now, self.recorder.finished_since(self.sweep.current.entered))
+            if self.sweep.done or self.trace_over:
+                return None
+            if len(self.sweep.levels) > before:
+                self._enter_level()
+        level = self.sweep.current
+        if scenario == "concurrency_sweep":
+            num_users, spawn_rate = int(level.value), max(100.0, level.value)
+        elif scenario == "poisson":
+            num_users = max(1, int(getattr(runner, "worker_count", 1)))
+        elif scenario == "trace_replay":
+            num_users = 1
+        classes = [c for c in self.environment.user_classes if getattr(c, "scenario", scenario) == scenario]
+        return num_users, spawn_rate, classes
+
+    def _enter_level(self) -> None:
+        assert self.sweep is not None
+        runner, level = self.environment.runner, self.sweep.current
+        self._server_metrics.append(self._scrape())
+        logger.info("level: %g %s", level.value, level.unit)
+        if level.unit == USERS or runner is None:
+            return
+        if isinstance(runner, MasterRunner):
+            runner.send_message(_LEVEL_MESSAGE, {"rate": level.value / max(1, runner.worker_count)})
+        else:
+            self.rate = level.value
+
+    def _take_level(self, environment: Environment, msg: Any, **kwargs: Any) -> None:
+        self.rate = float(msg.data["rate"])
+
+    def _scrape(self) -> Mapping[str, float] | None:
+        return server_metrics.scrape(self.environment.host or "", self.checked_options.api_key or None)
+
+    def finish(self) -> None:
+        """Ends a run: figures of all levels, the table in the log, the result file."""
+        if not self.running:
+            return
+        self.monitor.stop()
+        if isinstance(self.environment.runner, WorkerRunner):
+            self.options = None
+            return
+        now = time.time()
+        sweeps = self.scenario() in ("concurrency_sweep", "poisson")
+        if self.sweep is None:  # Locust's default shape was chosen in the class picker
+            self.sweep = Sweep(self.checked_options.plan("", self._max_users or 1, None), self._began)
+            self.sweep.advance(now, [])
+        if not self.sweep.done:
+            # A run without levels of its own ends when it is stopped, or when its trace is over.
+            self.sweep.stop(now, complete=not sweeps)
+        if not sweeps:
+            self.sweep.current.value = max(1, self._max_users)
+        self._server_metrics.append(self._scrape())
+        self.results = self.figures()
+        options = self.checked_options
+        result = self.last_result = self.result()
+        self.options, self.rate = None, 0.0
+        self.outcome, self.max_failure_ratio = (result["requests"], result["failures"]), options.max_failure_ratio
+        for line in levels_table.markdown(self.results).splitlines():
+            logger.info("%s", line)
+        if result["generator"]["saturated"]:
+            logger.warning(
+                "the load generator used up its own CPU: these figures may be its limit, not the server's. "
+                "Run with --processes 2 or more, or fewer users."
+            )
+        if options.result:
+            surroundings.write_json(Path(options.result), result)
+            logger.info("raw samples: %s", options.result)
+
+    def figures(self, samples: Sequence[Sample] | None = None) -> list[dict[str, Any]]:
+        """The levels' figures as they are now; a level that is still running is measured until now."""
+        if self.sweep is None:
+            return self.results
+        found = []
+        for index, level in enumerate(self.sweep.levels):
+            until = Level(level.value, level.unit, level.entered, level.measured_from,
+                          level.ended if level.ended is not None else time.time(), level.complete)  # fmt: skip
+            figures = level_figures(until, self.recorder.samples if samples is None else samples)
+            pair = self._server_metrics[index : index + 2]
+            figures["server_metrics"] = server_metrics.difference(*pair) if len(pair) == 2 else None
+            found.append(figures)
+        return found
+
+    def result(self) -> dict[str, Any]:
+        """The result file of the run that is ending: all figures and raw samples."""
+        options, samples = self.checked_options, self.recorder.samples
+        arguments = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in ((name, getattr(options, name)) for name in LoadOptions.__slots__)
+            if name not in ("api_key", "result", "trace")
+        }
+        if self.scenario() == "trace_replay":
+            arguments["trace"] = options.trace.name
+        return {
+            "benchmark": "load",
+            **surroundings.describe(),
+            "scenario": self.scenario(),
+            "host": self.environment.host,
+            "model": self._model or options.model,
+            "label": options.label,
+            "arguments": arguments,
+            "levels": self.results,
+            "generator": self.monitor.summary(),
+            "errors": errors(samples),
+            "requests": sum(not s.unfinished for s in samples),
+            "failures": sum(s.error is not None for s in samples),
+        }
+
+    def live_rows(self) -> list[dict[str, Any]]:
+        """A row for each level, for the browser's table."""
+        return [levels_table.row(figures) for figures in self.figures()]
+
+    # --- between the processes of a distributed run -----------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """What this worker has not yet told the master."""
+        return {
+            "samples": [sample.to_json() for sample in self.recorder.take_unsent()],
+            "generator": self.monitor.take(),
+            "trace_over": self.trace_over,
+        }
+
+    def take_report(self, report: Mapping[str, Any]) -> None:
+        """What a worker tells the master."""
+        self.recorder.add(Sample.from_json(fields) for fields in report["samples"])
+        self.monitor.add(report["generator"])
+        self.trace_over |= report["trace_over"]
+
+
+class RequestFailed(Exception):
+    """A request failed; Locust's tables group failures by this text."""
+
+    def __repr__(self) -> str:
+        return str(self)
