@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest import metrics_page
-from loadtest.client import Client, RequestResult, closed_loop
+from loadtest.client import Client, closed_loop
 from loadtest.prompts import PromptSource
 from loadtest.stats import ratio, summary
+from loadtest.stream import RequestResult
 
 THROUGHPUT_TARGETS = {32: 0.85}  # clients to the least share of the in-process rate
 PREFIX_TARGET = 0.15  # most share of the cold TTFT

@@ -49,3 +49,8 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 def ratio(a: float | None, b: float | None) -> float | None:
     """a / b, or None where one of them was not measured or b is 0."""
     return None if a is None or b is None or b == 0 else a / b
+
+
+def three_digits(value: float) -> float:
+    """A value rounded to three significant digits; 0 for one that is not above 0."""
+    return round(value, 2 - math.floor(math.log10(value))) if value > 0 else 0.0

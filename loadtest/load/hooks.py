@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
+import signal
 from typing import Any
 
+import gevent
 import locust.stats
 from locust import events
 from locust.env import Environment
@@ -15,6 +16,7 @@ from loadtest.load import web
 from loadtest.load.options import OptionError, add_arguments, checked
 from loadtest.load.session import LoadSession
 from loadtest.load.users import session_of
+from loadtest.stats import three_digits
 
 logger = logging.getLogger(__name__)
 _REPORT = "quire"
@@ -23,7 +25,7 @@ _REPORT = "quire"
 def install() -> None:
     """Registers all hooks with Locust. Call once, from the locustfile."""
     # Locust's own buckets have two digits and whole milliseconds, too coarse for the time between two tokens.
-    locust.stats.bucket_response_time = bucket  # type: ignore[assignment]
+    locust.stats.bucket_response_time = three_digits  # type: ignore[assignment]
     locust.stats.PERCENTILES_TO_STATISTICS = [0.9, 0.95, 0.99]  # beside the median
     locust.stats.PERCENTILES_TO_CHART = [0.5, 0.9, 0.95, 0.99]
     events.init_command_line_parser.add_listener(add_arguments)
@@ -31,13 +33,6 @@ def install() -> None:
     events.test_start.add_listener(_test_start)
     events.test_stop.add_listener(_test_stop)
     events.quitting.add_listener(_quitting)
-
-
-def bucket(milliseconds: float) -> float:
-    """A time rounded to three digits: the key under which Locust counts it."""
-    if milliseconds <= 0:
-        return 0.0
-    return round(milliseconds, 2 - math.floor(math.log10(milliseconds)))
 
 
 def _init(environment: Environment, web_ui: Any = None, **kwargs: Any) -> None:
@@ -52,6 +47,8 @@ def _init(environment: Environment, web_ui: Any = None, **kwargs: Any) -> None:
         except OptionError as error:
             logger.error("%s", error)
             raise SystemExit(2) from None
+        # Locust's own handler is set only after a headless run with a shape is over.
+        gevent.signal_handler(signal.SIGTERM, _stop, environment)
 
     def report_to_master(client_id: str, data: dict[str, Any], **kwargs: Any) -> None:
         data[_REPORT] = session.report()
@@ -64,6 +61,11 @@ def _init(environment: Environment, web_ui: Any = None, **kwargs: Any) -> None:
     environment.events.worker_report.add_listener(worker_report)
     if web_ui is not None:
         web.install(web_ui, session)
+
+
+def _stop(environment: Environment) -> None:
+    if environment.runner is not None:
+        environment.runner.quit()
 
 
 def _test_start(environment: Environment, **kwargs: Any) -> None:

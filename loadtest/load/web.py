@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 10.0  # what the charts show is of the requests that ended in the last seconds
 _TAB = "quire-levels"
 _RESULT_PATH = "/quire/result.json"
-_LAST_CHART = "{title:`Number of Users`,lines:["
+_LAST_CHART = re.compile(r"""\{title:[`"]Number of Users[`"],lines:\[""")
 _PERCENTILES = {"median": "50th percentile", "p90": "90th percentile", "p95": "95th percentile",
                 "p99": "99th percentile"}  # fmt: skip
 _CHARTS = (
@@ -31,6 +32,7 @@ _CHARTS = (
     ("Inter-token latency, last 10 s (ms)", {name: f"itl{key.capitalize()}" for key, name in _PERCENTILES.items()}),
     ("Output tokens per second, last 10 s", {"tokens/s": "tokensPerSecond"}),
 )
+_COLOURS = ("#ff9f00", "#9966CC", "#8A2BE2", "#8E4585")
 _HISTORY_PERIOD_S = 1.0
 
 
@@ -84,12 +86,14 @@ def current(session: LoadSession) -> dict[str, float]:
 def with_charts(text: str) -> str:
     """Locust's bundle, or its report that contains it, with our charts before its last one."""
     ours = "".join(
-        f"{{title:`{title}`,lines:["
-        + ",".join(f"{{name:`{name}`,key:`{key}`}}" for name, key in lines.items())
-        + "],colors:[`#ff9f00`,`#9966CC`,`#8A2BE2`,`#8E4585`]},"
+        json.dumps({"title": title, "lines": [{"name": name, "key": key} for name, key in lines.items()],
+                    "colors": list(_COLOURS)}) + ","
         for title, lines in _CHARTS
-    )
-    return text.replace(_LAST_CHART, ours + _LAST_CHART, 1)
+    )  # fmt: skip
+    longer, count = _LAST_CHART.subn(lambda found: ours + found[0], text, count=1)
+    if not count and "Number of Users" in text:
+        logger.warning("this Locust's charts can't be added to: TTFT and ITL are in its tables only")
+    return longer
 
 
 def _keep_history(session: LoadSession) -> None:

@@ -15,6 +15,7 @@ class Exchange:
 
     def __init__(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.request = request  # the JSON body
+        self.peer = writer.get_extra_info("peername")  # of the connection
         self._reader = reader
         self._writer = writer
 
@@ -61,6 +62,8 @@ class SSEServer:
         self._respond = respond
         self._server: asyncio.Server | None = None
         self.requests: list[dict[str, Any]] = []
+        self.heads: list[str] = []  # of the requests, in lower case
+        self._writers: set[asyncio.StreamWriter] = set()
         self.num_open = 0
         self.most_open = 0
         self.url = ""
@@ -78,7 +81,14 @@ class SSEServer:
         assert self._server is not None
         self._server.close()
 
+    def close_connections(self) -> None:
+        """Closes all connections, as a server does with idle ones. From another thread it takes a moment."""
+        for writer in list(self._writers):
+            assert self._server is not None
+            self._server.get_loop().call_soon_threadsafe(writer.close)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -92,6 +102,7 @@ class SSEServer:
                 length = int(head.split("content-length:")[1].split("\r\n")[0])
                 body = json.loads(await reader.readexactly(length))
                 self.requests.append(body)
+                self.heads.append(head)
                 self.num_open += 1
                 self.most_open = max(self.most_open, self.num_open)
                 try:
@@ -101,4 +112,5 @@ class SSEServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self._writers.discard(writer)
             writer.close()

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.client import Client, RequestResult, SSEParser, closed_loop
+from loadtest.client import Client, closed_loop
+from loadtest.stream import RequestResult, SSEParser
+from tests.loadtest.responses import BROKEN, answer, error_event, stall
 from tests.loadtest.sse_server import Exchange, Respond, SSEServer
 
 
@@ -28,16 +30,6 @@ def _complete(respond: Respond, timeout_s: float = 60, **options: Any) -> Reques
             return await client.complete("hello", 4, **options)
 
     return asyncio.run(run())
-
-
-async def _answer(exchange: Exchange) -> None:
-    await exchange.start()
-    for _ in range(exchange.request["max_tokens"]):
-        await exchange.text("x")
-    await exchange.text("", "length")
-    await exchange.usage(3, exchange.request["max_tokens"], 0)
-    await exchange.event("[DONE]")
-    await exchange.finish()
 
 
 def test_ttft_ends_at_the_first_text_and_not_at_headers_roles_or_empty_text() -> None:
@@ -108,7 +100,7 @@ def test_gaps_are_at_least_as_long_as_the_servers_pauses() -> None:
 
 def test_the_request_asks_for_a_greedy_stream_with_usage() -> None:
     async def run() -> dict[str, Any]:
-        async with SSEServer(_answer) as server, Client(server.url, "m") as client:
+        async with SSEServer(answer) as server, Client(server.url, "m") as client:
             await client.complete((1, 2), 4, cache_salt="s")
             return server.requests[0]
 
@@ -124,71 +116,7 @@ def test_the_request_asks_for_a_greedy_stream_with_usage() -> None:
     }
 
 
-async def _refuse(exchange: Exchange) -> None:
-    await exchange.start(503)
-    await exchange.send(b'{"error": {"message": "loading"}}')
-    await exchange.finish()
-
-
-async def _error_event(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x")
-    await exchange.event({"error": {"message": "the engine died"}})
-    await exchange.event("[DONE]")
-    await exchange.finish()
-
-
-async def _no_done(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x", "stop")
-    await exchange.finish()
-
-
-async def _no_usage(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x", "stop")
-    await exchange.event("[DONE]")
-    await exchange.finish()
-
-
-async def _no_reason(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x")
-    await exchange.usage(1, 1, 0)
-    await exchange.event("[DONE]")
-    await exchange.finish()
-
-
-async def _garbage(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.event("{not json")
-    await exchange.finish()
-
-
-async def _break_off(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x")
-    raise ConnectionError
-
-
-async def _stall(exchange: Exchange) -> None:
-    await exchange.start()
-    await exchange.text("x")
-    await exchange.gone()
-
-
-@pytest.mark.parametrize(
-    ("respond", "reason"),
-    [
-        (_refuse, "HTTP 503: .*loading"),
-        (_error_event, "the engine died"),
-        (_no_done, "without .DONE."),
-        (_no_usage, "without usage"),
-        (_no_reason, "without a finish_reason"),
-        (_garbage, "not JSON"),
-        (_break_off, "RemoteProtocolError"),
-    ],
-)
+@pytest.mark.parametrize(("respond", "reason"), BROKEN)
 def test_whatever_breaks_a_stream_is_a_failure(respond: Respond, reason: str) -> None:
     result = _complete(respond)
     assert not result.ok
@@ -198,14 +126,14 @@ def test_whatever_breaks_a_stream_is_a_failure(respond: Respond, reason: str) ->
 
 
 def test_a_silent_server_is_a_failure_after_the_time_limit() -> None:
-    result = _complete(_stall, timeout_s=0.3)
+    result = _complete(stall, timeout_s=0.3)
     assert not result.ok
     assert result.error is not None
 
 
 def test_a_server_that_is_not_there_is_a_failure() -> None:
     async def run() -> RequestResult:
-        async with SSEServer(_answer) as server:
+        async with SSEServer(answer) as server:
             url = server.url
         async with Client(url, "m") as client:
             return await client.complete("x", 1)
@@ -239,7 +167,7 @@ def test_hanging_up_closes_the_connection_and_counts_as_neither_success_nor_fail
 
 def test_a_closed_loop_keeps_each_client_busy_with_one_request() -> None:
     async def run() -> None:
-        async with SSEServer(_answer) as server, Client(server.url, "m") as client:
+        async with SSEServer(answer) as server, Client(server.url, "m") as client:
             loop = await closed_loop(client, [[index] for index in range(20)], 3, clients=4)
             assert server.most_open <= 4
             assert sorted(request["prompt"] for request in server.requests) == [[index] for index in range(20)]
@@ -253,7 +181,7 @@ def test_a_closed_loop_keeps_each_client_busy_with_one_request() -> None:
 
 def test_failures_in_a_closed_loop_are_listed_and_their_tokens_not_counted() -> None:
     async def respond(exchange: Exchange) -> None:
-        await (_answer if exchange.request["prompt"] == "good" else _error_event)(exchange)
+        await (answer if exchange.request["prompt"] == "good" else error_event)(exchange)
 
     async def run() -> None:
         async with SSEServer(respond) as server, Client(server.url, "m") as client:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from loadtest.bench_serve import main, parse_args, render
-from loadtest.client import Client, RequestResult
+from loadtest.client import Client
 from loadtest.prompts import PromptSource
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, split_gaps
 from loadtest.serve_cases import throughput_round as one_round
+from loadtest.stream import RequestResult
 from tests.loadtest.sse_server import Exchange, Respond, SSEServer
 
 

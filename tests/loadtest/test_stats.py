@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.stats import gaps, median, percentile, ratio, summary
+from loadtest.stats import gaps, median, percentile, ratio, summary, three_digits
 
 SAMPLES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
@@ -50,3 +50,10 @@ def test_gaps_and_ratios() -> None:
     assert gaps([1.0]) == []
     assert ratio(3.0, 2.0) == 1.5
     assert ratio(None, 2.0) is ratio(2.0, None) is ratio(2.0, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"), [(0, 0), (-1, 0), (0.01234, 0.0123), (10.44, 10.4), (999.4, 999), (1234.5, 1230)]
+)
+def test_three_digits_are_kept(value: float, rounded: float) -> None:
+    assert three_digits(value) == pytest.approx(rounded)

@@ -1,6 +1,6 @@
 """An SSE server of known timing, as a process of its own: `python tests/loadtest/timed_server.py --ttft 0.2 …`.
 
-It prints its URL. GET /truth says how long its pauses really were, since a sleep on a busy machine is longer than asked.
+It prints its URL. GET /truth says how long its pauses really were: on a busy machine a sleep is longer than asked.
 """
 
 from __future__ import annotations
