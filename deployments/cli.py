@@ -1,4 +1,5 @@
-"""The `quire` command. `quire serve` sets what Ray reads from the environment, then becomes the driver.
+"""The `quire` command. `quire serve` sets what Ray reads from the environment, then becomes the driver; `quire report`
+makes a page of benchmark results.
 
 Imports neither Ray nor MLX: Ray reads its environment while it is imported.
 """
@@ -13,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deployments import haproxy
+from loadtest.report import options as report_options
 
 DEFAULT_CONFIG = "configs/local.yaml"
 _DRIVER = "deployments.driver"
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.command == "serve":
         return _serve(options)
+    if options.command == "report":
+        return _report(options)
     raise AssertionError(options.command)
 
 
@@ -41,7 +45,16 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--dashboard", action="store_true", help="start Ray's dashboard, which `serve status` needs")
     serve.add_argument("--num-cpus", type=int, default=None, metavar="N", help="CPUs in Ray's books (default: 2)")
     serve.add_argument("--verbose", action="store_true", help="show the log of Ray Serve's own processes too")
+    report = commands.add_parser("report", help=report_options.HELP, description=report_options.DESCRIPTION)
+    report_options.add_arguments(report)
     return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    # plotly takes long to import, and no other command needs it.
+    from loadtest.report.cli import report
+
+    return report(options)
 
 
 def _serve(options: argparse.Namespace) -> int:  # noqa: RET503 (os.execve doesn't return)

@@ -59,6 +59,9 @@ def install(web_ui: Any, session: LoadSession) -> None:
         if path.endswith("/stats/requests"):
             content = json.loads(response.get_data(as_text=True))
             content.setdefault("current_response_time_percentiles", {}).update(current(session))
+            if content.get("state") in ("cleanup", "stopping"):
+                # The page stops asking when it sees one of these, and would never learn that the run has stopped.
+                content["state"] = "running"
             content["extended_stats"] = [{"key": _TAB, "data": session.live_rows()}]
             response.set_data(json.dumps(content))
         elif path.endswith((".js", "/stats/report")):

@@ -100,9 +100,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_starts_without_ray_or_mlx() -> None:
     """Ray reads its environment while it is imported, so it must not be in before that is set."""
-    code = "import sys, deployments.cli; print([m for m in ('ray', 'mlx.core', 'transformers') if m in sys.modules])"
+    heavy = ("ray", "mlx.core", "transformers", "plotly", "numpy")
+    code = f"import sys, deployments.cli; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_report_makes_a_page_of_the_kept_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "page.html"
+    assert cli.main(["report", str(ROOT / "docs" / "benchmarks"), "--out", str(out), "--title", "Kept"]) == 0
+    assert str(out) in capsys.readouterr().out
+    assert "<h1>Kept</h1>" in out.read_text()
+
+
+def test_report_without_results_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "run a benchmark first" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 needs_haproxy = pytest.mark.skipif(haproxy.bundled_binary() is None, reason="Ray ships no HAProxy here")
