@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -36,6 +36,14 @@ bench-serve:  ## over HTTP against in process, cached prefixes, long prompts, in
 
 bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/memory.json
 	$(UV_RUN) python -m loadtest.bench_memory $(ARGS)
+
+# NAME is not taken from the environment: some systems set it to the machine's name.
+NAME = all
+experiment:  ## a figure of the original experiment, NAME=batching and so on or all of them; docs/experiments.md
+	$(UV_RUN) python -m loadtest.experiments $(NAME) $(ARGS)
+
+compare:  ## against vLLM, llama.cpp and mlx-lm on this machine's CPU, into bench-results/compare
+	$(UV_RUN) python -m loadtest.compare $(ARGS)
 
 docs:  ## write the README's tables from the code
 	$(UV_RUN) python -m deployments.reference README.md

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,14 +71,20 @@ def read_config(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
 class ServeProcess:
     """A running server. As a context manager it is ready inside and gone, with all its processes, outside."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, ready_timeout_s: float = 300.0) -> None:
-        """config: what `read_config` gave. Its copy with a free port, and the server's log, go into `folder`."""
+    def __init__(
+        self, config: dict[str, Any], folder: Path, ready_timeout_s: float = 300.0, flags: Sequence[str] = ()
+    ) -> None:
+        """config: what `read_config` gave. Its copy with a free port, and the server's log, go into `folder`.
+
+        flags: of `quire serve`, besides the config.
+        """
         self._ports = free_ports(1 + len(_OTHER_PORTS))
         http = {**(config.get("http_options") or {}), "host": "127.0.0.1", "port": self._ports[0]}
         self._path = folder / "serve.yaml"
         self._path.write_text(yaml.safe_dump({**config, "http_options": http}))
         self._log = folder / "serve.log"
         self._ready_timeout_s = ready_timeout_s
+        self._flags = list(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self.base_url = f"http://127.0.0.1:{self._ports[0]}"
         self.ready_s: float | None = None  # from start to the first good /health
@@ -90,7 +97,7 @@ class ServeProcess:
         started = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "deployments.cli", "serve", str(self._path)],
+                [sys.executable, "-m", "deployments.cli", "serve", str(self._path), *self._flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -89,14 +89,14 @@ def _quitting(environment: Environment, **kwargs: Any) -> None:
 
 
 def exit_code(session: LoadSession, crashed: bool) -> int:
-    """0 if at least one request was made, few enough failed and no user crashed; else 1, with the reason in the log."""
+    """0 if at least one request ended, few enough of them failed and no user crashed; else 1, and the log says why."""
     requests, failures = session.outcome
     allowed = session.max_failure_ratio
     reason = None
     if crashed:
         reason = "there were exceptions"
     elif requests == 0:
-        reason = "no request was made"
+        reason = "no request has ended"
     elif failures > allowed * requests:
         reason = f"{failures} of {requests} requests failed, more than --max-failure-ratio {allowed:g} allows"
     if reason is not None:
