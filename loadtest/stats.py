@@ -13,17 +13,24 @@ def percentile(samples: Sequence[float], q: float) -> float:
 
     Raises ValueError for no samples, a NaN among them, or q out of range: there is no such figure.
     """
+    return _percentiles(samples, q)[0]
+
+
+def _percentiles(samples: Sequence[float], *qs: float) -> list[float]:
     if not samples:
         raise ValueError("a percentile of no samples does not exist")
-    if not 0 <= q <= 100:
-        raise ValueError(f"q must be between 0 and 100, not {q}")
     if any(math.isnan(sample) for sample in samples):
         raise ValueError("there is a NaN among the samples")
     ordered = sorted(samples)
-    rank = (len(ordered) - 1) * q / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    found = []
+    for q in qs:
+        if not 0 <= q <= 100:
+            raise ValueError(f"q must be between 0 and 100, not {q}")
+        rank = (len(ordered) - 1) * q / 100
+        low = math.floor(rank)
+        high = min(low + 1, len(ordered) - 1)
+        found.append(ordered[low] + (ordered[high] - ordered[low]) * (rank - low))
+    return found
 
 
 def median(samples: Sequence[float]) -> float:
@@ -39,10 +46,9 @@ def gaps(times: Sequence[float]) -> list[float]:
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """Count, median, p90, p95, p99, extremes and the raw samples, in the samples' unit; None where there are none."""
     raw = list(samples)
-    figures: dict[str, float | None] = dict.fromkeys(("median", "p90", "p95", "p99", "min", "max"))
-    if raw:
-        figures = {"median": median(raw), **{f"p{q}": percentile(raw, q) for q in (90, 95, 99)},
-                   "min": min(raw), "max": max(raw)}  # fmt: skip
+    names = {"median": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
+    values: Sequence[float | None] = _percentiles(raw, *names.values()) if raw else [None] * len(names)
+    figures = dict(zip(names, values, strict=True))
     return {"count": len(raw), **figures, "samples": raw}
 
 

@@ -99,6 +99,7 @@ def exit_code(session: LoadSession, crashed: bool) -> int:
         reason = "no request has ended"
     elif failures > allowed * requests:
         reason = f"{failures} of {requests} requests failed, more than --max-failure-ratio {allowed:g} allows"
+    reason = reason or session.lost
     if reason is not None:
         logger.error("%s", reason)
     return int(reason is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from loadtest.stats import gaps
 from loadtest.stream import RequestResult
 
 logger = logging.getLogger(__name__)
+_LIVE_SAMPLES = 400
 _LEVEL_MESSAGE = "quire_level"
 _METRIC = "metric"  # the type of those rows of Locust's table that are no requests
 
@@ -40,9 +41,11 @@ class LoadSession:
         self.rate = 0.0  # arrivals per second that this process's open-loop users share
         self.max_failure_ratio = 0.0  # of the last run
         self.outcome = 0, 0  # requests and failures of the last run, those of warm-ups too
+        self.lost: str | None = None  # why the last run's result file is not there
         self.last_result: dict[str, Any] | None = None  # the result file of the last run
         self.results: list[dict[str, Any]] = []  # the levels' figures, of this run or the last
-        self._server_metrics: list[Mapping[str, float] | None] = []  # at each level's start, and at the end
+        self._rows: list[dict[str, str]] = []  # of levels that have ended, for the browser
+        self._server_metrics: list[Mapping[str, float] | None] = []  # when each level was entered, and at the end
         self._users = itertools.count()
         self._model = ""
         self._max_users = 0
@@ -117,9 +120,10 @@ class LoadSession:
 
     def begin(self) -> bool:
         """Starts a run with the options as they are now. False, and the reason in Locust's log, if they won't do."""
+        self.lost = None
         self.options, self.sweep, self.trace_over, self._began = None, None, False, time.time()
         self.recorder, self.results, self._server_metrics, self._model = Recorder(), [], [], ""
-        self._users, self._max_users = itertools.count(), 0
+        self._users, self._max_users, self._rows = itertools.count(), 0, []
         try:
             self.options = checked(self.environment.parsed_options)  # type: ignore[arg-type]
             self.client().close()
@@ -130,6 +134,8 @@ class LoadSession:
             if self.environment.runner is not None:
                 self.environment.runner.log_exception("local", str(error), "")
             return False
+        if not isinstance(self.environment.runner, WorkerRunner):
+            self._server_metrics.append(self._scrape())
         if not isinstance(self.environment.runner, MasterRunner):
             self.monitor.start()
         return True
@@ -178,7 +184,8 @@ class LoadSession:
     def _enter_level(self) -> None:
         assert self.sweep is not None
         runner, level = self.environment.runner, self.sweep.current
-        self._server_metrics.append(self._scrape())
+        if len(self.sweep.levels) > len(self._server_metrics):
+            self._server_metrics.append(self._scrape())
         logger.info("level: %g %s", level.value, level.unit)
         if level.unit == USERS or runner is None:
             return
@@ -225,20 +232,19 @@ class LoadSession:
                 "Run with --processes 2 or more, or fewer users."
             )
         if options.result:
-            surroundings.write_json(Path(options.result), result)
-            logger.info("raw samples: %s", options.result)
+            try:
+                surroundings.write_json(Path(options.result), result)
+                logger.info("raw samples: %s", options.result)
+            except OSError as error:
+                self.lost = f"the result could not be written: {error}"
 
-    def figures(self, samples: Sequence[Sample] | None = None) -> list[dict[str, Any]]:
-        """The levels' figures as they are now; a level that is still running is measured until now."""
-        if self.sweep is None:
-            return self.results
+    def figures(self) -> list[dict[str, Any]]:
+        """The figures of all levels of a run that is over."""
+        assert self.sweep is not None
         found = []
         for index, level in enumerate(self.sweep.levels):
-            until = Level(level.value, level.unit, level.entered, level.measured_from,
-                          level.ended if level.ended is not None else time.time(), level.complete)  # fmt: skip
-            figures = level_figures(until, self.recorder.samples if samples is None else samples)
-            pair = self._server_metrics[index : index + 2]
-            figures["server_metrics"] = server_metrics.difference(*pair) if len(pair) == 2 else None
+            figures = level_figures(level, self.recorder.samples)
+            figures["server_metrics"] = server_metrics.difference(*self._server_metrics[index : index + 2])
             found.append(figures)
         return found
 
@@ -267,9 +273,23 @@ class LoadSession:
             "failures": sum(s.error is not None for s in samples),
         }
 
-    def live_rows(self) -> list[dict[str, Any]]:
-        """A row for each level, for the browser's table."""
-        return [levels_table.row(figures) for figures in self.figures()]
+    def live_rows(self) -> list[dict[str, str]]:
+        """A row for each level, for the browser's table. That of a running level is of its last requests only.
+
+        The browser asks every other second, and what takes long here delays the users' own clocks.
+        """
+        if self.sweep is None or not self.running:
+            return [levels_table.row(figures) for figures in self.results]
+        while len(self._rows) < len(self.sweep.levels) - 1:
+            figures = level_figures(self.sweep.levels[len(self._rows)], self.recorder.samples)
+            self._rows.append(levels_table.row(figures))
+        level, recent = self.sweep.current, self.recorder.samples[-_LIVE_SAMPLES:]
+        start = level.entered if level.measured_from is None else level.measured_from
+        if len(recent) == _LIVE_SAMPLES:
+            start = max(start, min(s.ended for s in recent))
+        now = time.time() if level.ended is None else level.ended
+        live = Level(level.value, level.unit, level.entered, start, now, complete=True)
+        return [*self._rows, levels_table.row(level_figures(live, recent))]
 
     # --- between the processes of a distributed run -----------------------------------------------------------------
 

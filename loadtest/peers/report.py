@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.load.recorder import without_samples
 from loadtest.peers.base import PROBE_PROMPT, Peer
 from loadtest.stats import median, ratio
 from loadtest.tables import MISSING, markdown_table, number
 
 REFERENCE = "quire-haproxy"
 _LATENCIES = (("ttft_s", "Time to first token"), ("itl_s", "Time between tokens"), ("e2e_s", "Whole request"))
-_SAMPLED = ("ttft_s", "e2e_s")  # whose samples stay in the result; there are too many gaps between tokens
+_SAMPLED = frozenset({"ttft_s", "e2e_s"})  # whose samples stay in the result; there are too many gaps between tokens
 _SAMPLE_DIGITS = 4
 _REASON_CHARACTERS = 160
 
@@ -79,13 +80,9 @@ class PeerRecord:
 
 def trimmed_level(level: Mapping[str, Any]) -> dict[str, Any]:
     """A level without the samples that would make the file large; the others to 0.1 ms."""
-    found = dict(level)
-    for name, value in level.items():
-        if isinstance(value, dict) and "samples" in value:
-            if name in _SAMPLED:
-                found[name] = {**value, "samples": [round(sample, _SAMPLE_DIGITS) for sample in value["samples"]]}
-            else:
-                found[name] = {key: item for key, item in value.items() if key != "samples"}
+    found = without_samples(level)
+    for name in _SAMPLED & level.keys():
+        found[name]["samples"] = [round(sample, _SAMPLE_DIGITS) for sample in level[name].get("samples", ())]
     return found
 
 
