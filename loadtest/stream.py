@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from loadtest.stats import gaps
 
@@ -83,17 +84,32 @@ def take_event(result: RequestResult, data: bytes, now: float) -> None:
         raise StreamError(f"an event is not an object: {data[:200]!r}")
     if event.get("error"):
         raise StreamError(f"an error in the stream: {json.dumps(event['error'])[:300]}")
+    try:
+        _take(result, event, now)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StreamError(f"an event is not of OpenAI's form ({error}): {data[:200]!r}") from None
+
+
+def _take(result: RequestResult, event: dict[str, Any], now: float) -> None:
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(name) for name in GENERATED):
+            text = choice.get("text") or delta.get("content") or ""
             result.content_times.append(now)
-            result.texts.append(choice.get("text") or delta.get("content") or "")
+            result.texts.append(text if isinstance(text, str) else "")
         result.finish_reason = choice.get("finish_reason") or result.finish_reason
     usage = event.get("usage")
     if usage:
-        result.prompt_tokens = usage.get("prompt_tokens")
-        result.completion_tokens = usage.get("completion_tokens")
-        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        result.prompt_tokens = _count(usage, "prompt_tokens")
+        result.completion_tokens = _count(usage, "completion_tokens")
+        result.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def check_complete(result: RequestResult) -> None:

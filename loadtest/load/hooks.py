@@ -13,7 +13,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from loadtest.load import web
-from loadtest.load.options import OptionError, add_arguments, checked
+from loadtest.load.options import OptionError, add_arguments
 from loadtest.load.session import LoadSession
 from loadtest.load.users import session_of
 from loadtest.stats import three_digits
@@ -41,12 +41,11 @@ def _init(environment: Environment, web_ui: Any = None, **kwargs: Any) -> None:
     parsed = environment.parsed_options
     if parsed is not None and parsed.headless and not parsed.worker:
         try:
-            checked(parsed)
-            if not environment.host:
-                raise OptionError("--host must be the server's URL, such as http://127.0.0.1:8000")
+            session.prepare()
         except OptionError as error:
             logger.error("%s", error)
             raise SystemExit(2) from None
+        session.options = None
         # Locust's own handler is set only after a headless run with a shape is over.
         gevent.signal_handler(signal.SIGTERM, _stop, environment)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.load.sweep import REQUESTS_PER_SECOND, USERS, LevelPlan
-from loadtest.load.traces import SMALL_TRACE
+from loadtest.load.traces import MAX_LENGTH, SMALL_TRACE
 
 SCENARIOS = (
     "concurrency_sweep",
@@ -123,9 +123,11 @@ def checked(namespace: Namespace) -> LoadOptions:
     values = {name: getattr(namespace, name) for name in LoadOptions.__slots__}
     for name in ("input_tokens", "output_tokens", "prefix_tokens", "num_prefixes", "intruder_tokens", "turns",
                  "tool_tokens"):  # fmt: skip
-        _require(name, values[name], values[name] >= 1, "at least 1")
+        _require(name, values[name], 1 <= values[name] <= MAX_LENGTH, f"from 1 to {MAX_LENGTH}")
     for name in ("level_requests_per_user", "warmup_seconds"):
-        _require(name, values[name], values[name] >= 0, "at least 0")
+        _require(name, values[name], 0 <= values[name] < math.inf, "at least 0")
+    key = values["api_key"]
+    _require("api_key", "what was given", key.isascii() and (key.isprintable() or not key), "printable ASCII")
     for name in ("level_seconds", "level_timeout", "intruder_every", "trace_speed", "trace_scale", "request_timeout"):
         _require(name, values[name], 0 < values[name] < math.inf, "above 0")
     _require("max_failure_ratio", values["max_failure_ratio"], 0 <= values["max_failure_ratio"] <= 1, "from 0 to 1")
@@ -134,10 +136,14 @@ def checked(namespace: Namespace) -> LoadOptions:
         values[name] = _numbers(name, values[name], int)
     values["rates"] = _numbers("rates", values["rates"], float)
     values["extra_body"] = _object(values["extra_body"])
+    for name in ("mixed_inputs", "mixed_outputs"):
+        _require(name, values[name], max(values[name]) <= MAX_LENGTH, f"at most {MAX_LENGTH}")
+    users = getattr(namespace, "num_users", None)
+    _require("users", users, users is None or users >= 1, "at least 1")
     trace = Path(values["trace"])
     values["trace"] = SMALL_TRACE if str(trace) == SMALL_TRACE.name and not trace.is_file() else trace
-    if values["scenario"] == "trace_replay":
-        _require("trace", str(trace), values["trace"].is_file(), "a file that is there")
+    result = Path(values["result"])
+    _require("result", str(result), not values["result"] or not result.is_dir(), "a file, not a folder")
     return LoadOptions(**values)
 
 

@@ -21,7 +21,11 @@ def first_model(client: BlockingClient) -> str:
     try:
         status, text = client.get("/v1/models")
         found = json.loads(text)["data"][0]["id"] if status == 200 else None
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (OSError, http.client.HTTPException) as error:
+        raise OptionError(
+            f"the server's models can't be asked for ({error}): is it there? Or name one with --model"
+        ) from None
+    except (ValueError, LookupError, TypeError):
         found = None
     if not isinstance(found, str):
         raise OptionError("the server lists no model at /v1/models: name one with --model")

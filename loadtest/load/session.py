@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gevent
 from locust.env import Environment
 from locust.runners import STATE_INIT, MasterRunner, WorkerRunner
 
@@ -19,11 +21,13 @@ from loadtest.load.options import LoadOptions, OptionError, checked
 from loadtest.load.recorder import Recorder, Sample, errors, level_figures
 from loadtest.load.sse import BlockingClient
 from loadtest.load.sweep import USERS, Level, Sweep
+from loadtest.load.traces import MAX_LENGTH, TraceError, TraceRequest, block_size_of, read_trace
 from loadtest.stats import gaps
 from loadtest.stream import RequestResult
 
 logger = logging.getLogger(__name__)
 _LIVE_SAMPLES = 400
+_SCRAPE_TIMEOUT_S = 12.0
 _LEVEL_MESSAGE = "quire_level"
 _METRIC = "metric"  # the type of those rows of Locust's table that are no requests
 
@@ -45,9 +49,10 @@ class LoadSession:
         self.last_result: dict[str, Any] | None = None  # the result file of the last run
         self.results: list[dict[str, Any]] = []  # the levels' figures, of this run or the last
         self._rows: list[dict[str, str]] = []  # of levels that have ended, for the browser
-        self._server_metrics: list[Mapping[str, float] | None] = []  # when each level was entered, and at the end
+        self._scrapes: list[gevent.Greenlet] = []  # of /metrics, when each level was entered and at the end
         self._users = itertools.count()
-        self._model = ""
+        self.model = ""  # that is asked for
+        self.trace: tuple[list[TraceRequest], int] = [], 0  # what trace_replay replays, and its block size
         self._max_users = 0
         self._began = 0.0
         runner = environment.runner
@@ -67,24 +72,17 @@ class LoadSession:
         self._max_users = max(self._max_users, runner.target_user_count if runner is not None else 0)
         return int(getattr(runner, "worker_index", 0)), next(self._users)
 
-    def client(self) -> BlockingClient:
-        """A client of the server under test. Raises ValueError for a host that is no URL."""
+    def client(self, most_s: float = math.inf) -> BlockingClient:
+        """A client of the server under test, that waits for at most most_s. Raises ValueError."""
         options = self.checked_options
-        return BlockingClient(
-            self.environment.host or "", timeout_s=options.request_timeout, api_key=options.api_key or None
-        )
+        timeout_s = min(options.request_timeout, most_s)
+        return BlockingClient(self.environment.host or "", timeout_s=timeout_s, api_key=options.api_key or None)
 
     @property
     def checked_options(self) -> LoadOptions:
         """The options of the run that is going on."""
         assert self.options is not None, "no run has begun"
         return self.options
-
-    def model(self, client: BlockingClient) -> str:
-        """The model to ask for. Raises OptionError if none is given and the server lists none."""
-        if not self._model:
-            self._model = self.checked_options.model or server_metrics.first_model(client)
-        return self._model
 
     def record(self, tag: str, name: str, result: RequestResult) -> None:
         """Takes a request that has ended into the samples and into Locust's own tables."""
@@ -122,23 +120,42 @@ class LoadSession:
         """Starts a run with the options as they are now. False, and the reason in Locust's log, if they won't do."""
         self.lost = None
         self.options, self.sweep, self.trace_over, self._began = None, None, False, time.time()
-        self.recorder, self.results, self._server_metrics, self._model = Recorder(), [], [], ""
+        self.recorder, self.results, self._scrapes, self.model = Recorder(), [], [], ""
         self._users, self._max_users, self._rows = itertools.count(), 0, []
         try:
-            self.options = checked(self.environment.parsed_options)  # type: ignore[arg-type]
-            self.client().close()
-            self.scenario()
-        except (OptionError, ValueError) as error:
+            self.prepare()
+            assert self.options is not None
+            self.model = self.options.model or server_metrics.first_model(self.client(_SCRAPE_TIMEOUT_S))
+        except OptionError as error:
             self.options = None
             logger.error("%s", error)
             if self.environment.runner is not None:
-                self.environment.runner.log_exception("local", str(error), "")
+                # The browser groups exceptions by what stands for the traceback here.
+                self.environment.runner.log_exception("local", str(error), str(error))
             return False
         if not isinstance(self.environment.runner, WorkerRunner):
-            self._server_metrics.append(self._scrape())
+            self._scrapes.append(gevent.spawn(self._scrape))
         if not isinstance(self.environment.runner, MasterRunner):
             self.monitor.start()
         return True
+
+    def prepare(self) -> None:
+        """Checks the options as they are now, without asking the server. Raises OptionError."""
+        self.options = checked(self.environment.parsed_options)  # type: ignore[arg-type]
+        try:
+            self.client().close()
+            if self.scenario() == "trace_replay":
+                requests = read_trace(self.options.trace)
+                self.trace = requests, block_size_of(requests)
+                longest = max(max(r.input_length, r.output_length) for r in requests)
+                if longest * self.options.trace_scale > MAX_LENGTH:
+                    raise OptionError(f"--trace-scale {self.options.trace_scale:g} makes of {longest} tokens too many")
+        except TraceError as error:
+            raise OptionError(f"--trace can't be replayed: {error}") from None
+        except OptionError:
+            raise
+        except ValueError as error:
+            raise OptionError(str(error)) from None
 
     def scenario(self) -> str:
         """The scenario of this run: of the class that was named, else by option. Raises OptionError for several."""
@@ -160,12 +177,14 @@ class LoadSession:
         assert parsed is not None
         scenario, now = self.scenario(), time.time()
         num_users, spawn_rate = int(parsed.num_users or 1), float(parsed.spawn_rate or 1)
+        run_time = float(getattr(parsed, "run_time", None) or 0) or None
         if self.sweep is None:
-            run_time = getattr(parsed, "run_time", None)
-            self.sweep = Sweep(options.plan(scenario, num_users, run_time and float(run_time)), now)
+            self.sweep = Sweep(options.plan(scenario, num_users, run_time), now)
             self._enter_level()
         else:
             before = len(self.sweep.levels)
+            if run_time and now - self._began >= run_time and scenario in ("concurrency_sweep", "poisson"):
+                self.sweep.stop(now, complete=False)
             self.sweep.advance(now, self.recorder.finished_since(self.sweep.current.entered))
             if self.sweep.done or self.trace_over:
                 return None
@@ -175,7 +194,7 @@ class LoadSession:
         if scenario == "concurrency_sweep":
             num_users, spawn_rate = int(level.value), max(100.0, level.value)
         elif scenario == "poisson":
-            num_users = max(1, int(getattr(runner, "worker_count", 1)))
+            num_users, spawn_rate = max(1, int(getattr(runner, "worker_count", 1))), 100.0
         elif scenario == "trace_replay":
             num_users = 1
         classes = [c for c in self.environment.user_classes if getattr(c, "scenario", scenario) == scenario]
@@ -184,8 +203,9 @@ class LoadSession:
     def _enter_level(self) -> None:
         assert self.sweep is not None
         runner, level = self.environment.runner, self.sweep.current
-        if len(self.sweep.levels) > len(self._server_metrics):
-            self._server_metrics.append(self._scrape())
+        if len(self.sweep.levels) > len(self._scrapes):
+            # Beside everything else: a slow page must not delay the level's users.
+            self._scrapes.append(gevent.spawn(self._scrape))
         logger.info("level: %g %s", level.value, level.unit)
         if level.unit == USERS or runner is None:
             return
@@ -216,9 +236,15 @@ class LoadSession:
         if not self.sweep.done:
             # A run without levels of its own ends when it is stopped, or when its trace is over.
             self.sweep.stop(now, complete=not sweeps)
+        level = self.sweep.current
         if not sweeps:
-            self.sweep.current.value = max(1, self._max_users)
-        self._server_metrics.append(self._scrape())
+            level.value = max(1, self._max_users)
+        if self.scenario() == "trace_replay" and (done := [s for s in self.recorder.samples if not s.unfinished]):
+            # The trace's own time: from its first request to its last answer.
+            level.entered = level.measured_from = min(s.started for s in done)
+            level.ended = max(s.ended for s in done)
+        self._scrapes.append(gevent.spawn(self._scrape))
+        gevent.joinall(self._scrapes, timeout=_SCRAPE_TIMEOUT_S)
         self.results = self.figures()
         options = self.checked_options
         result = self.last_result = self.result()
@@ -244,7 +270,8 @@ class LoadSession:
         found = []
         for index, level in enumerate(self.sweep.levels):
             figures = level_figures(level, self.recorder.samples)
-            figures["server_metrics"] = server_metrics.difference(*self._server_metrics[index : index + 2])
+            before, after = (scrape.value for scrape in self._scrapes[index : index + 2])
+            figures["server_metrics"] = server_metrics.difference(before, after)
             found.append(figures)
         return found
 
@@ -263,7 +290,7 @@ class LoadSession:
             **surroundings.describe(),
             "scenario": self.scenario(),
             "host": self.environment.host,
-            "model": self._model or options.model,
+            "model": self.model,
             "label": options.label,
             "arguments": arguments,
             "levels": self.results,

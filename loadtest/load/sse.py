@@ -17,6 +17,7 @@ from loadtest.stream import RequestResult, SSEParser, StreamError, check_complet
 
 _READ_BYTES = 65536
 _FIRST_PAUSE_S = 0.05
+_END_TIMEOUT_S = 0.5  # for the end of a body whose last event has come
 
 
 class BlockingClient:
@@ -31,8 +32,12 @@ class BlockingClient:
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"the host must be a URL such as http://127.0.0.1:8000, not {base_url!r}")
+        try:
+            port = url.port
+        except ValueError as error:
+            raise ValueError(f"the host {base_url!r} has no good port: {error}") from None
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(url.hostname, url.port, timeout=timeout_s)
+        self._connection = kind(url.hostname, port, timeout=timeout_s)
         # OpenAI clients are given a base URL that ends in /v1; both forms name the same server.
         self._root = url.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
@@ -77,7 +82,8 @@ class BlockingClient:
             result.error = f"{type(error).__name__}: {error}"
         finally:
             result.hung_up = not complete and result.error is None
-            result.ended = time.perf_counter()
+            if result.ended is None:
+                result.ended = time.perf_counter()
             if not complete:
                 self.close()
         return result
@@ -110,9 +116,22 @@ class BlockingClient:
             for data in parser.feed(chunk):
                 if data == b"[DONE]":
                     check_complete(result)
-                    response.read()  # the end of the body, after which the connection serves the next request
+                    result.ended = now
+                    self._finish(response)
                     return
                 take_event(result, data, now)
             if now - result.started > self._timeout_s:
                 raise StreamError(f"not done after {self._timeout_s:.0f} s")
         raise StreamError("the stream ended without [DONE]")
+
+    def _finish(self, response: http.client.HTTPResponse) -> None:
+        """Reads the body's end, after which the connection serves the next request; gives it up if none comes."""
+        connection = self._connection.sock
+        try:
+            if connection is not None:
+                connection.settimeout(_END_TIMEOUT_S)
+            response.read()
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(self._timeout_s)
+        except (OSError, http.client.HTTPException):
+            self.close()

@@ -16,6 +16,8 @@ from loadtest.load.words import filler
 from loadtest.load.workloads import Call, user_random
 
 SMALL_TRACE = Path(__file__).parent / "small_trace.jsonl"
+_LONGEST_MS = 366 * 86_400_000
+MAX_LENGTH = 1_000_000  # tokens of a prompt or an answer; more is a mistake
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -34,9 +36,13 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """A trace's requests by time of arrival, the first at 0. Raises TraceError, naming the line, and OSError."""
+    """A trace's requests by time of arrival, the first at 0. Raises TraceError, naming the line."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path.name} can't be read: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -56,7 +62,8 @@ def _request(fields: dict[str, object]) -> TraceRequest:
         raise ValueError("not a JSON object")
     numbers = {name: fields[name] for name in ("timestamp", "input_length", "output_length")}
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < (0 if name == "timestamp" else 1):
+        least, most = (0, _LONGEST_MS) if name == "timestamp" else (1, MAX_LENGTH)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise ValueError(f"{name} is {value!r}")
     ids = fields["hash_ids"]
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):

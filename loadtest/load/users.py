@@ -15,7 +15,7 @@ from locust.env import Environment
 from loadtest.load import workloads
 from loadtest.load.session import LoadSession
 from loadtest.load.sse import BlockingClient
-from loadtest.load.traces import block_size_of, read_trace, to_call
+from loadtest.load.traces import to_call
 from loadtest.load.workloads import Call, Conversation
 from loadtest.stream import RequestResult
 
@@ -64,7 +64,7 @@ class StreamingUser(User):
     def _request(self, call: Call, client: BlockingClient) -> tuple[str, Mapping[str, Any]]:
         options = self.options
         body: dict[str, Any] = {
-            "model": self.session.model(client),
+            "model": self.session.model,
             "max_tokens": call.max_tokens,
             "temperature": 0,
             **({"ignore_eos": True} if options.ignore_eos else {}),
@@ -254,12 +254,10 @@ class TraceReplay(OpenLoopUser):
     @task
     def replay(self) -> None:
         """The whole trace, once."""
-        options = self.options
-        requests = read_trace(options.trace)
-        size = block_size_of(requests)
-        calls = [to_call(request, size, options.trace_scale) for request in requests]
+        options, (requests, size) = self.options, self.session.trace
         began = time.perf_counter()
-        for request, call in zip(requests, calls, strict=True):
+        for request in requests:
+            call = to_call(request, size, options.trace_scale)
             gevent.sleep(max(0.0, began + request.arrival_s / options.trace_speed - time.perf_counter()))
             self.send(call)
         self.open.join()

@@ -97,7 +97,7 @@ def _below(folder: Path) -> list[Path]:
     files = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [Path(place) / name for name in sorted(names) if name.endswith(".json")]
+        files += [path for name in sorted(names) if name.endswith(".json") and (path := Path(place) / name).is_file()]
     return files
 
 

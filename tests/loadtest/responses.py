@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.loadtest.sse_server import Exchange, Respond
 
 
@@ -68,6 +70,19 @@ async def stall(exchange: Exchange) -> None:
     await exchange.gone()
 
 
+def odd(event: object) -> Respond:
+    """A response with an event that is JSON but nothing that OpenAI's API knows."""
+
+    async def respond(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.text("x", "stop")
+        await exchange.event(json.dumps(event))
+        await exchange.event("[DONE]")
+        await exchange.finish()
+
+    return respond
+
+
 # Each with what a client must say of it.
 BROKEN: list[tuple[Respond, str]] = [
     (refuse, "HTTP 503: .*loading"),
@@ -77,4 +92,10 @@ BROKEN: list[tuple[Respond, str]] = [
     (no_reason, "without a finish_reason"),
     (garbage, "not JSON"),
     (break_off, "RemoteProtocolError"),
+    (odd({"choices": ["x"]}), "not of OpenAI's form"),
+    (odd({"choices": [{"delta": 5}]}), "not of OpenAI's form"),
+    (odd({"usage": [1]}), "not of OpenAI's form"),
+    (odd({"usage": {"completion_tokens": -8}}), "completion_tokens is -8"),
+    (odd({"usage": {"completion_tokens": "8"}}), "completion_tokens is '8'"),
+    (odd({"usage": {"completion_tokens": 1, "prompt_tokens_details": [1]}}), "not of OpenAI's form"),
 ]

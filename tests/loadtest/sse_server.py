@@ -68,6 +68,7 @@ class SSEServer:
         self.most_open = 0
         self.url = ""
         self.count_steps: Callable[[], int] = lambda: 0  # what /metrics says
+        self.delays: dict[str, float] = {}  # seconds that a page takes
         self.pages: dict[str, Callable[[], str]] = {  # by path; any other is 404
             "/metrics": lambda: f'quire:engine_steps_total{{model_name="m"}} {self.count_steps()}\n'
         }
@@ -95,6 +96,7 @@ class SSEServer:
                 method, path, _ = head.split(" ", 2)
                 if method == "get":
                     page = self.pages.get(path)
+                    await asyncio.sleep(self.delays.get(path, 0.0))
                     content = b"" if page is None else page().encode()
                     status = "404 Not Found" if page is None else "200 OK"
                     writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)

@@ -48,6 +48,10 @@ def test_every_default_has_a_type_for_the_browsers_form() -> None:
         ("rates", "nan"),
         ("mixed_inputs", "10,-1"),
         ("input_tokens", 0),
+        ("output_tokens", 10**9),
+        ("mixed_inputs", "10,1000000000"),
+        ("warmup_seconds", math.inf),
+        ("api_key", "schlüssel"),
         ("turns", 0),
         ("level_requests_per_user", -1),
         ("level_seconds", 0.0),
@@ -62,12 +66,6 @@ def test_every_default_has_a_type_for_the_browsers_form() -> None:
 def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(OptionError, match="--" + name.replace("_", "-")):
         checked(_namespace(**{name: value}))
-
-
-def test_a_trace_must_be_there_when_it_is_to_be_replayed() -> None:
-    with pytest.raises(OptionError, match="--trace"):
-        checked(_namespace(scenario="trace_replay", trace="nowhere.jsonl"))
-    assert checked(_namespace(trace="nowhere.jsonl"))
 
 
 def test_a_run_without_levels_is_one_level_after_its_warmup() -> None:

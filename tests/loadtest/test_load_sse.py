@@ -182,6 +182,19 @@ def test_tries_have_an_end() -> None:
     assert result.retries == 3
 
 
+def test_an_answer_whose_connection_stays_open_ends_with_its_last_event() -> None:
+    async def respond(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.text("x", "stop")
+        await exchange.usage(1, 1, 0)
+        await exchange.event("[DONE]")
+        await exchange.gone()
+
+    result = _stream(respond)
+    assert result.ok
+    assert result.ended == result.content_times[-1] or (result.ended or 0) - result.content_times[-1] < 0.4
+
+
 class _KilledError(BaseException):
     pass
 

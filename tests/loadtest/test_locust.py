@@ -132,15 +132,46 @@ def test_a_run_without_a_request_fails(tmp_path: Path) -> None:
     [
         (("--levels", "1,x"), "--levels must be"),
         (("--extra-body", "["), "--extra-body must be"),
-        (("--scenario", "trace_replay", "--trace", "nowhere.jsonl"), "--trace must be"),
+        (("--scenario", "trace_replay", "--trace", "nowhere.jsonl"), "--trace can't be replayed"),
+        (("TraceReplay", "--trace", "README.md"), "README.md, line 1"),
+        (("--scenario", "trace_replay", "--trace-scale", "1e6"), "--trace-scale"),
+        (("--users", "-3"), "--users must be"),
+        (("--result", "tests"), "--result must be"),
+        (("--api-key", "a\nb"), "--api-key must be printable ASCII"),
+        (("--host", "127.0.0.1:8000"), "must be a URL"),
+        (("--host", "http://127.0.0.1:99999"), "no good port"),
     ],
 )
 def test_bad_options_end_it_before_it_begins(tmp_path: Path, arguments: tuple[str, ...], what: str) -> None:
     done, result = run(tmp_path, "http://127.0.0.1:9", *arguments)
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert what in done.stderr
     assert "Traceback" not in done.stderr
+    assert "a\nb" not in done.stderr
     assert result == {}
+
+
+def test_a_slow_metrics_page_delays_nobody(tmp_path: Path) -> None:
+    with timed_server(ttft=0.05, itl=0.01, metrics_delay=3) as url:
+        done, result = run(tmp_path, url, "--levels", "1,8")
+    assert done.returncode == 0, done.stderr
+    one, eight = (level["output_tokens_per_second"] for level in result["levels"])
+    assert eight > 4 * one
+
+
+def test_a_server_without_models_ends_the_run_at_once(tmp_path: Path) -> None:
+    with timed_server(no_models=1) as url:
+        done, _ = run(tmp_path, url, "--levels", "1")
+    assert done.returncode == 1
+    assert "name one with --model" in done.stderr
+    assert len(done.stderr.splitlines()) < 60
+
+
+def test_a_run_time_ends_a_sweep_too(tmp_path: Path) -> None:
+    with timed_server() as url:
+        done, result = run(tmp_path, url, "--levels", "1,2", "--level-requests-per-user", "100", "--run-time", "4s")
+    assert done.returncode == 0, done.stderr
+    assert [level["complete"] for level in result["levels"]] == [False]
 
 
 def test_a_generator_without_cpu_left_says_so(tmp_path: Path) -> None:
@@ -210,6 +241,8 @@ def test_each_scenario_runs_by_option_or_by_class(tmp_path: Path, arguments: tup
         assert [level["level"] for level in result["levels"]] == [5, 20]
         assert result["levels"][0]["requests"] < result["levels"][1]["requests"]
     if scenario == "trace_replay":
+        # The trace's own time, without that of starting and stopping: its last request comes after 2.98 s.
+        assert result["levels"][0]["duration_s"] < 4.5
         assert result["requests"] == len((ROOT / "loadtest/load/small_trace.jsonl").read_text().splitlines())
     if scenario == "multi_turn_agents":
         assert {f"turn {turn:02}" for turn in (1, 2, 3)} <= tags
@@ -218,5 +251,5 @@ def test_each_scenario_runs_by_option_or_by_class(tmp_path: Path, arguments: tup
 def test_classes_of_two_scenarios_are_refused(tmp_path: Path) -> None:
     with timed_server() as url:
         done, _ = run(tmp_path, url, "SharedPrefix", "MixedLengths", "-t", "3s")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "choose one scenario's class" in done.stderr

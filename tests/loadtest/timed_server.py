@@ -66,7 +66,9 @@ async def serve(args: argparse.Namespace) -> None:
 
     async with SSEServer(respond) as server:
         server.pages["/truth"] = truth.page
-        server.pages["/v1/models"] = lambda: json.dumps({"data": [{"id": "timed"}]})
+        models = [] if args.no_models else [{"id": "timed"}]
+        server.pages["/v1/models"] = lambda: json.dumps({"data": models})
+        server.delays["/metrics"] = args.metrics_delay
         print(server.url, flush=True)
         parent = os.getppid()
         while os.getppid() == parent:
@@ -79,6 +81,8 @@ def main() -> None:
     parser.add_argument("--ttft", type=float, default=0.3)
     parser.add_argument("--itl", type=float, default=0.05)
     parser.add_argument("--tokens", type=int, default=10)
+    parser.add_argument("--metrics-delay", type=float, default=0.0)
+    parser.add_argument("--no-models", type=int, default=0)
     parser.add_argument("--break-every", type=int, default=0)
     asyncio.run(serve(parser.parse_args()))
 
