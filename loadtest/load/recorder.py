@@ -149,16 +149,21 @@ def without_samples(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokens_between(samples: Sequence[Sample], start: float, end: float) -> float:
+def tokens_per_event(samples: Sequence[Sample]) -> float:
+    """Output tokens by usage for each event with text; 1 where nothing is known."""
     known = [s for s in samples if s.completion_tokens and s.content]
     events = sum(len(s.content) for s in known)
-    tokens_per_event = sum(s.completion_tokens or 0 for s in known) / events if events else 1.0
+    return sum(s.completion_tokens or 0 for s in known) / events if events else 1.0
+
+
+def _tokens_between(samples: Sequence[Sample], start: float, end: float) -> float:
+    average = tokens_per_event(samples)
     total = 0.0
     for s in samples:
         if s.ended < start or s.started > end:
             continue
         inside = sum(start < s.started + offset <= end for offset in s.content)
-        own = s.completion_tokens / len(s.content) if s.completion_tokens and s.content else tokens_per_event
+        own = s.completion_tokens / len(s.content) if s.completion_tokens and s.content else average
         total += inside * own
     return total
 

@@ -18,7 +18,7 @@ from loadtest import environment as surroundings
 from loadtest.load import levels_table, server_metrics
 from loadtest.load.monitor import GeneratorMonitor
 from loadtest.load.options import LoadOptions, OptionError, checked
-from loadtest.load.recorder import Recorder, Sample, errors, level_figures
+from loadtest.load.recorder import Recorder, Sample, errors, level_figures, tokens_per_event
 from loadtest.load.sse import BlockingClient
 from loadtest.load.sweep import USERS, Level, Sweep
 from loadtest.load.traces import MAX_LENGTH, TraceError, TraceRequest, block_size_of, read_trace
@@ -50,6 +50,7 @@ class LoadSession:
         self.results: list[dict[str, Any]] = []  # the levels' figures, of this run or the last
         self._rows: list[dict[str, str]] = []  # of levels that have ended, for the browser
         self._scrapes: list[gevent.Greenlet] = []  # of /metrics, when each level was entered and at the end
+        self.open: dict[int, RequestResult] = {}  # requests that are growing, by id()
         self._users = itertools.count()
         self.model = ""  # that is asked for
         self.trace: tuple[list[TraceRequest], int] = [], 0  # what trace_replay replays, and its block size
@@ -299,6 +300,14 @@ class LoadSession:
             "requests": sum(not s.unfinished for s in samples),
             "failures": sum(s.error is not None for s in samples),
         }
+
+    def tokens_since(self, seconds: float) -> float:
+        """Output tokens of the last seconds; an event of a request that has no usage yet counts as an average one."""
+        now = time.time()
+        ended = self.recorder.tokens_between(now - seconds, now)
+        since = time.perf_counter() - seconds
+        events = sum(moment > since for result in list(self.open.values()) for moment in result.content_times)
+        return ended + events * tokens_per_event(self.recorder.samples[-_LIVE_SAMPLES:])
 
     def live_rows(self) -> list[dict[str, str]]:
         """A row for each level, for the browser's table. That of a running level is of its last requests only.

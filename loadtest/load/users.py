@@ -55,10 +55,16 @@ class StreamingUser(User):
         client = client or self.client
         path, body = self._request(call, client)
         growing: list[RequestResult] = []
+
+        def start(result: RequestResult) -> None:
+            growing.append(result)
+            self.session.open[id(result)] = result
+
         try:
-            return client.stream(path, body, on_start=growing.append)
+            return client.stream(path, body, on_start=start)
         finally:
             for result in growing:
+                del self.session.open[id(result)]
                 self.session.record(call.tag, path, result)
 
     def _request(self, call: Call, client: BlockingClient) -> tuple[str, Mapping[str, Any]]:

@@ -82,8 +82,7 @@ def current(session: LoadSession) -> dict[str, float]:
         for short in ("ttft", "itl")
         for which in _PERCENTILES
     }
-    tokens = session.recorder.tokens_between(now - WINDOW_S, now)
-    return {**points, "tokens_per_second": round(tokens / WINDOW_S, 1)}
+    return {**points, "tokens_per_second": round(session.tokens_since(WINDOW_S) / WINDOW_S, 1)}
 
 
 def with_charts(text: str) -> str:

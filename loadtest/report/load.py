@@ -97,7 +97,9 @@ def _below(folder: Path) -> list[Path]:
     files = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [path for name in sorted(names) if name.endswith(".json") and (path := Path(place) / name).is_file()]
+        found = [Path(place) / name for name in sorted(names) if name.endswith(".json")]
+        # Reading a pipe would never end; a link to nowhere stays in, to be named.
+        files += [path for path in found if path.is_file() or not path.exists()]
     return files
 
 
