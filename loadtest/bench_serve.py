@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.client import Client
-from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int
+from loadtest.options import blas_summary, engine_overrides, exit_on_sigterm, int_list, key_value, merged, positive_int
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, throughput_round
 from loadtest.serve_process import ServeProcess, read_config
@@ -231,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the tables and writes the JSON. 1 when a case failed, 2 when the arms would differ."""
     args = parse_args(argv)
     exit_on_sigterm()
-    overrides = sorted(name for name in os.environ if name.startswith("QUIRE_ENGINE"))
+    overrides = engine_overrides()
     if overrides:
         print(f"unset {', '.join(overrides)}: the server would heed them and the in-process engine would not. "
               "Use --engine KEY=VALUE", file=sys.stderr)  # fmt: skip

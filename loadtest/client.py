@@ -131,16 +131,30 @@ class LoopResult:
         return self.output_tokens / self.seconds if self.requests else None
 
 
-async def closed_loop(client: Client, prompts: Iterable[Prompt], max_tokens: int, clients: int) -> LoopResult:
-    """Serves all prompts with `clients` clients at once, each with one request open at any time."""
-    pending = deque(enumerate(prompts))
+async def closed_loop(
+    client: Client,
+    prompts: Iterable[Prompt],
+    max_tokens: int | Sequence[int],
+    clients: int,
+    *,
+    stagger_s: float = 0.0,
+) -> LoopResult:
+    """Serves all prompts with `clients` clients at once, each with one request open at any time.
+
+    max_tokens: of every request, or of each in turn. Client k starts k * stagger_s late. Which client gets which
+    request depends on who is free first.
+    """
+    listed = list(prompts)
+    counts = [max_tokens] * len(listed) if isinstance(max_tokens, int) else max_tokens
+    pending = deque(enumerate(zip(listed, counts, strict=True)))
     results: dict[int, RequestResult] = {}
 
-    async def run() -> None:
+    async def run(delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
         while pending:
-            index, prompt = pending.popleft()
-            results[index] = await client.complete(prompt, max_tokens)
+            index, (prompt, count) = pending.popleft()
+            results[index] = await client.complete(prompt, count)
 
     started = time.perf_counter()
-    await asyncio.gather(*(run() for _ in range(clients)))
+    await asyncio.gather(*(run(index * stagger_s) for index in range(clients)))
     return LoopResult([results[index] for index in sorted(results)], started)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.figures import write_figures
-from loadtest.options import exit_on_sigterm, int_list, positive_int
+from loadtest.options import engine_overrides, exit_on_sigterm, int_list, positive_int
 from loadtest.peers.base import MODEL_NAME, PROBE_PROMPT, Launch, Peer, PeerUnavailableError, Setup, Weights, probe
 from loadtest.peers.commands import StepError, without_paths
 from loadtest.peers.registry import all_peers, chosen
@@ -251,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    overrides = sorted(name for name in os.environ if name.startswith("QUIRE_ENGINE"))
+    overrides = engine_overrides()
     if overrides:
         print(f"unset {', '.join(overrides)}: our server would heed them and the result would not say so",
               file=sys.stderr)  # fmt: skip

@@ -25,13 +25,20 @@ def describe() -> dict[str, Any]:
         "machine": {
             "system": platform.platform(),
             "cpu": _cpu_model(),
-            "cores": _usable_cores(),
+            "cores": len(usable_cores()),
             "memory_bytes": _memory_bytes(),
             # Other programs' load before the benchmark: figures from a busy machine are worth little.
             "load_average_1min": os.getloadavg()[0],
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use, by number."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -60,12 +67,6 @@ def _git(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _usable_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _cpu_model() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,11 @@ def key_value(text: str) -> tuple[str, Any]:
 def merged(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
     """Repeated KEY=VALUE options as one dict; the last of a key wins."""
     return dict(pairs or [])
+
+
+def engine_overrides() -> list[str]:
+    """The environment's variables that every server of ours would heed, so that arms or results would be off."""
+    return sorted(name for name in os.environ if name.startswith("QUIRE_ENGINE"))
 
 
 def blas_summary(status: Mapping[str, Any]) -> dict[str, Any]:

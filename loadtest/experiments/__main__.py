@@ -7,7 +7,6 @@ shares the machine with the server. Prints a table and writes bench-results/expe
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +21,12 @@ from loadtest.experiments.base import Experiment
 from loadtest.experiments.catalog import ALL, EXPERIMENTS
 from loadtest.experiments.harness import Plan, Server, run
 from loadtest.experiments.report import fill, render
-from loadtest.options import exit_on_sigterm, key_value, merged, positive_int
+from loadtest.options import engine_overrides, exit_on_sigterm, key_value, merged, positive_int
 from loadtest.prompts import word_ids
 from loadtest.serve_process import ServeProcess
 from loadtest.workers import Worker, WorkerError
 
 _START_TIMEOUT_S = 600.0
-_ENGINE_ENVIRONMENT = "QUIRE_ENGINE"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def make_plans(args: argparse.Namespace) -> list[Plan]:
     """What the command line asks for, in the catalog's order. Raises ValueError for what would compare nothing."""
-    overrides = sorted(name for name in os.environ if name.startswith(_ENGINE_ENVIRONMENT))
+    overrides = engine_overrides()
     if overrides:
         raise ValueError(f"unset {', '.join(overrides)}: every arm's server would heed it. Use --engine KEY=VALUE")
     kinds = EXPERIMENTS.values() if args.name == ALL else [EXPERIMENTS[args.name]]

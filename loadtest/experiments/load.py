@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 import httpx
 
 from loadtest.client import Client, LoopResult
+from loadtest.client import closed_loop as prompts_in_closed_loop
 from loadtest.prompts import PromptSource
 from loadtest.serve_cases import CaseError
-from loadtest.stream import RequestResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +34,9 @@ def mixed_asks(
 
 
 async def closed_loop(client: Client, asks: Sequence[Ask], clients: int, stagger_s: float = 0.0) -> LoopResult:
-    """Serves all with `clients` clients, each with one request open at any time; client k starts k * stagger_s late.
-
-    The results are in the order of `asks`. Which client gets which request depends on who is free first.
-    """
-    pending = deque(enumerate(asks))
-    results: dict[int, RequestResult] = {}
-
-    async def run(delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        while pending:
-            index, ask = pending.popleft()
-            results[index] = await client.complete(ask.prompt, ask.max_tokens)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(run(index * stagger_s) for index in range(clients)))
-    return LoopResult([results[index] for index in sorted(results)], started)
+    """`client.closed_loop` over asks. The results are in their order."""
+    prompts, counts = [ask.prompt for ask in asks], [ask.max_tokens for ask in asks]
+    return await prompts_in_closed_loop(client, prompts, counts, clients, stagger_s=stagger_s)
 
 
 @dataclass(frozen=True, slots=True)

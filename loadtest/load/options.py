@@ -22,6 +22,7 @@ SCENARIOS = (
     "poisson",
     "trace_replay",
 )
+SWEEPS = frozenset({"concurrency_sweep", "poisson"})  # those that go through levels of their own
 
 
 class OptionError(ValueError):

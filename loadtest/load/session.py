@@ -17,7 +17,7 @@ from locust.runners import STATE_INIT, MasterRunner, WorkerRunner
 from loadtest import environment as surroundings
 from loadtest.load import levels_table, server_metrics
 from loadtest.load.monitor import GeneratorMonitor
-from loadtest.load.options import LoadOptions, OptionError, checked
+from loadtest.load.options import SWEEPS, LoadOptions, OptionError, checked
 from loadtest.load.recorder import Recorder, Sample, errors, level_figures, tokens_per_event
 from loadtest.load.sse import BlockingClient
 from loadtest.load.sweep import USERS, Level, Sweep
@@ -143,20 +143,23 @@ class LoadSession:
     def prepare(self) -> None:
         """Checks the options as they are now, without asking the server. Raises OptionError."""
         self.options = checked(self.environment.parsed_options)  # type: ignore[arg-type]
+        scenario = self.scenario()
         try:
             self.client().close()
-            if self.scenario() == "trace_replay":
-                requests = read_trace(self.options.trace)
-                self.trace = requests, block_size_of(requests)
-                longest = max(max(r.input_length, r.output_length) for r in requests)
-                if longest * self.options.trace_scale > MAX_LENGTH:
-                    raise OptionError(f"--trace-scale {self.options.trace_scale:g} makes of {longest} tokens too many")
+            if scenario == "trace_replay":
+                self.trace = self._read_trace(self.options)
         except TraceError as error:
             raise OptionError(f"--trace can't be replayed: {error}") from None
-        except OptionError:
-            raise
         except ValueError as error:
             raise OptionError(str(error)) from None
+
+    @staticmethod
+    def _read_trace(options: LoadOptions) -> tuple[list[TraceRequest], int]:
+        requests = read_trace(options.trace)
+        longest = max(max(r.input_length, r.output_length) for r in requests)
+        if longest * options.trace_scale > MAX_LENGTH:
+            raise OptionError(f"--trace-scale {options.trace_scale:g} makes of {longest} tokens too many")
+        return requests, block_size_of(requests)
 
     def scenario(self) -> str:
         """The scenario of this run: of the class that was named, else by option. Raises OptionError for several."""
@@ -184,7 +187,7 @@ class LoadSession:
             self._enter_level()
         else:
             before = len(self.sweep.levels)
-            if run_time and now - self._began >= run_time and scenario in ("concurrency_sweep", "poisson"):
+            if run_time and now - self._began >= run_time and scenario in SWEEPS:
                 self.sweep.stop(now, complete=False)
             self.sweep.advance(now, self.recorder.finished_since(self.sweep.current.entered))
             if self.sweep.done or self.trace_over:
@@ -230,7 +233,7 @@ class LoadSession:
             self.options = None
             return
         now = time.time()
-        sweeps = self.scenario() in ("concurrency_sweep", "poisson")
+        sweeps = self.scenario() in SWEEPS
         if self.sweep is None:  # Locust's default shape was chosen in the class picker
             self.sweep = Sweep(self.checked_options.plan("", self._max_users or 1, None), self._began)
             self.sweep.advance(now, [])

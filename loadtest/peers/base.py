@@ -203,13 +203,6 @@ def probe(server: Server, timeout_s: float = _PROBE_TIMEOUT_S) -> str:
         raise StepError(f"the server gave no answer to a first request: {error!r}") from error
 
 
-def usable_cores() -> list[int]:
-    """The cores that this process may use, by number."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def known_names(peers: Sequence[Peer]) -> str:
     """The peers' names, for a message."""
     return ", ".join(peer.spec.name for peer in peers)

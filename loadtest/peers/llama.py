@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from loadtest.environment import usable_cores
 from loadtest.peers.base import (
     MAX_SEQUENCES,
     MODEL_NAME,
@@ -16,7 +17,6 @@ from loadtest.peers.base import (
     Setup,
     Spec,
     Weights,
-    usable_cores,
 )
 from loadtest.peers.venvs import PeerVenv, site_packages, versions
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import filelock
 import platformdirs
 
+from loadtest.environment import usable_cores
 from loadtest.peers import commands
-from loadtest.peers.base import PeerUnavailableError, Setup, usable_cores
+from loadtest.peers.base import PeerUnavailableError, Setup
 from loadtest.peers.commands import StepError
 
 _STAMP = "quire-peer.json"

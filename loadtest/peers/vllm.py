@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from loadtest.environment import usable_cores
 from loadtest.peers.base import (
     MAX_MODEL_LEN,
     MAX_SEQUENCES,
@@ -19,7 +20,6 @@ from loadtest.peers.base import (
     Setup,
     Spec,
     Weights,
-    usable_cores,
 )
 from loadtest.peers.venvs import PeerVenv, site_packages, versions
 
