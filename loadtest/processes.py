@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,25 @@ def descendants(processes: Mapping[int, Process], root: int) -> list[Process]:
         found += below
         pending += [process.pid for process in below]
     return found
+
+
+def stop(process: subprocess.Popen[bytes], timeout_s: float, grace_s: float = 0.0) -> list[Process]:
+    """Ends a process in order, then kills what is left of it and of its children; returns those children.
+
+    timeout_s: for the process itself. grace_s: for children that end by themselves once it has. Safe to call again.
+    """
+    ours = descendants(snapshot(), process.pid) if process.poll() is None else []
+    if process.poll() is None:
+        # Not SIGINT: whoever started us in the background of a script made us, and so our children, ignore it.
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        ours += descendants(snapshot(), process.pid)
+        process.kill()
+        process.wait()
+    time.sleep(grace_s)
+    return end(ours)
 
 
 def end(remembered: Iterable[Process]) -> list[Process]:

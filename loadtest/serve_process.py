@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -125,18 +124,8 @@ class ServeProcess:
         if server is None:
             return
         self._process = None
-        ours = self._descendants(server.pid)
-        if server.poll() is None:
-            # Not SIGINT: whoever started us in the background of a script made us, and so the server, ignore it.
-            server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(timeout=_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            ours += self._descendants(server.pid)
-            server.kill()
-            server.wait()
-        time.sleep(0.5)  # Ray's own processes end by themselves when they see the driver gone
-        for process in processes.end(ours):
+        # Ray's own processes end by themselves when they see the driver gone.
+        for process in processes.stop(server, _STOP_TIMEOUT_S, grace_s=0.5):
             print(f"killed what the server left: {process.pid} {process.command[:80]}", file=sys.stderr)
 
     def health(self) -> dict[str, Any] | None:

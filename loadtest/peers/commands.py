@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,16 +62,7 @@ def start(
 
 def stop(process: subprocess.Popen[bytes], timeout_s: float = _STOP_TIMEOUT_S) -> None:
     """Ends a process in order, then kills what is left of it and of its children. Safe to call again."""
-    ours = processes.descendants(processes.snapshot(), process.pid) if process.poll() is None else []
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        ours += processes.descendants(processes.snapshot(), process.pid)
-        process.kill()
-        process.wait()
-    processes.end(ours)
+    processes.stop(process, timeout_s)
 
 
 def run(
