@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 
 
 class Parsed(html.parser.HTMLParser):
-    """What a browser would see: plots by heading, what is loaded, text by element."""
+    """What a browser would see: plots by heading (a later section's by section and heading too), loads, text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class Parsed(html.parser.HTMLParser):
         self.ids: list[str] = []
         self.scripts = 0
         self._stack: list[tuple[str, dict[str, str | None]]] = []
-        self._heading = ""
+        self._heading = self._section = ""
+        self._in_section: set[str] = set()
         self.feed(text)
         self.close()
 
@@ -65,8 +66,12 @@ class Parsed(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         tag, attrs = self._stack[-1] if self._stack else ("", {})
         if tag == "script" and attrs.get("type") == "application/json":
-            assert self._heading not in self.plots
-            self.plots[self._heading] = json.loads(data)
+            assert self._heading not in self._in_section, "two figures of one section have the same heading"
+            self._in_section.add(self._heading)
+            known = self._heading in self.plots
+            self.plots[f"{self._section}: {self._heading}" if known else self._heading] = json.loads(data)
+        elif tag == "h2":
+            self._section, self._in_section = data, set()
         elif tag == "h3":
             self._heading = data
         if tag not in ("script", "style"):
