@@ -55,7 +55,7 @@ def descendants(processes: Mapping[int, Process], root: int) -> list[Process]:
     return found
 
 
-def stop(process: subprocess.Popen[bytes], timeout_s: float, grace_s: float = 0.0) -> list[Process]:
+def stop(process: subprocess.Popen[bytes], timeout_s: float = 30.0, grace_s: float = 0.0) -> list[Process]:
     """Ends a process in order, then kills what is left of it and of its children; returns those children.
 
     timeout_s: for the process itself. grace_s: for children that end by themselves once it has. Safe to call again.

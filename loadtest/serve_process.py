@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from loadtest import processes
 
-_STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
 _PORTS = range(18000, 28000)
 # Ports that Ray Serve takes besides the one of the API. `quire serve` leaves those alone that are set.
@@ -125,7 +124,7 @@ class ServeProcess:
             return
         self._process = None
         # Ray's own processes end by themselves when they see the driver gone.
-        for process in processes.stop(server, _STOP_TIMEOUT_S, grace_s=0.5):
+        for process in processes.stop(server, grace_s=0.5):
             print(f"killed what the server left: {process.pid} {process.command[:80]}", file=sys.stderr)
 
     def health(self) -> dict[str, Any] | None:

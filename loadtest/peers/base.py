@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from loadtest import processes
 from loadtest.peers import commands
 from loadtest.peers.commands import StepError, without_paths
 from loadtest.serve_process import free_ports
@@ -168,7 +169,7 @@ class PeerServer:
         """Ends the server in order, then kills what is left; safe to call again."""
         process, self._process = self._process, None
         if process is not None:
-            commands.stop(process)
+            processes.stop(process)
 
     def _wait_ready(self, started: float) -> None:
         assert self._process is not None

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from loadtest import processes
 
-_STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 12
 _LINE_CHARACTERS = 300
 # An absolute path of at least two components; not what follows the host in a URL.
@@ -60,11 +59,6 @@ def start(
         )
 
 
-def stop(process: subprocess.Popen[bytes], timeout_s: float = _STOP_TIMEOUT_S) -> None:
-    """Ends a process in order, then kills what is left of it and of its children. Safe to call again."""
-    processes.stop(process, timeout_s)
-
-
 def run(
     command: Sequence[str],
     log: Path,
@@ -86,4 +80,4 @@ def run(
     except subprocess.TimeoutExpired:
         raise StepError(f"not done after {timeout_s:.0f} s:\n{last_words(log)}") from None
     finally:
-        stop(process)
+        processes.stop(process)

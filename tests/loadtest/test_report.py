@@ -46,7 +46,7 @@ class Parsed(html.parser.HTMLParser):
         self.scripts = 0
         self._stack: list[tuple[str, dict[str, str | None]]] = []
         self._heading = self._section = ""
-        self._in_section: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
         self.feed(text)
         self.close()
 
@@ -66,12 +66,13 @@ class Parsed(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         tag, attrs = self._stack[-1] if self._stack else ("", {})
         if tag == "script" and attrs.get("type") == "application/json":
-            assert self._heading not in self._in_section, "two figures of one section have the same heading"
-            self._in_section.add(self._heading)
+            place = self._section, self._heading
+            assert place not in self._seen, "two figures have the same place"
+            self._seen.add(place)
             known = self._heading in self.plots
             self.plots[f"{self._section}: {self._heading}" if known else self._heading] = json.loads(data)
         elif tag == "h2":
-            self._section, self._in_section = data, set()
+            self._section = data
         elif tag == "h3":
             self._heading = data
         if tag not in ("script", "style"):
