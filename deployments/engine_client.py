@@ -335,6 +335,7 @@ _STAGES = {
     "convert": "Converting the GGUF file (once; the result is kept)",
     "download": "Downloading the model",
     "load": "Loading the weights",
+    "compile": "Compiling the native CPU library (once; the result is kept)",
     "check": "Trying the model out",
     "allocate": "Allocating the KV pool",
 }

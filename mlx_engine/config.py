@@ -46,6 +46,11 @@ class EngineConfig(BaseModel):
     prefix_cache_options: dict[str, Any] = Field(default_factory=dict, description="the cache's own arguments")
     attention_backend: str = Field("gather", description="attention backend, by entry-point name")
     attention_backend_options: dict[str, Any] = Field(default_factory=dict, description="the backend's own arguments")
+    cpu_backend: Literal["auto", "native", "blas"] = Field(
+        "auto",
+        description="what linear layers run on where MLX runs on the CPU: `native`, our own library, compiled at first "
+        "start; `blas`, OpenBLAS; auto: native where there is a C++ compiler",
+    )
     overlap: bool = Field(True, description="build the next step while this one runs")
     seed: int = Field(0, description="seed of the sampling of requests that bring none")
 

@@ -1,4 +1,4 @@
-"""What makes MLX's CPU backend bearable: memory that stays mapped, and cheaper forms of four operations.
+"""What makes MLX's CPU backend bearable: memory that stays mapped, and cheaper forms of a model's modules.
 
 Each operation that MLX hands to its CPU thread costs about 5 us whatever its size, and a decode step of a small model
 is thousands of them: the forms here use fewer. Only instances of the served model are changed; mlx-lm's own classes
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import logging
 import math
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations
 
+from mlx_engine.cpu_linear import fuse_projections, pack_linear, pack_tied_head
 from mlx_engine.mathops import fast_swiglu
 from mlx_engine.modules import replace_module
+from mlx_engine.native import NativeLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,16 @@ def use_huge_pages(arrays: Iterable[mx.array]) -> int:
     return asked
 
 
-def adapt_for_cpu(model: nn.Module) -> None:
-    """Swaps norms, rotary embeddings, SwiGLU and Q/K/V projections of this model for forms that run faster here."""
+def adapt_for_cpu(model: nn.Module, native: NativeLibrary | None = None) -> None:
+    """Swaps norms, rotary embeddings, SwiGLU and Q/K/V projections of this model for forms that run faster here.
+
+    With the native library all linear layers in float32 run on it, on weights that are packed once, here.
+    """
     tables: dict[tuple[Any, ...], RotaryTable] = {}
     counts: Counter[str] = Counter()
+    # Before anything else: the layers that are fused are not to be packed one by one.
+    for _, module in list(model.named_modules()):
+        counts["fused projections"] += fuse_projections(module, native)
     for name, module in list(model.named_modules()):
         if type(module) is nn.RoPE and not module.traditional:
             key = (module.dims, module.base, module.scale)
@@ -93,12 +100,14 @@ def adapt_for_cpu(model: nn.Module) -> None:
         elif type(module) is nn.RMSNorm:
             replace_module(model, name, PlainRMSNorm(module))
             counts["norms"] += 1
-        elif _fuse_projections(module):
-            counts["fused projections"] += 1
+        elif native is not None and pack_linear(model, name, module, native):
+            counts["linear layers"] += 1
+        elif native is not None and pack_tied_head(module, native):
+            counts["embeddings"] += 1
         else:
             counts["SwiGLU modules"] += _rebind_swiglu(module)
     logger.info(
-        "CPU: swapped for faster forms: %s", ", ".join(f"{n} {what}" for what, n in counts.items()) or "nothing"
+        "CPU: swapped for faster forms: %s", ", ".join(f"{n} {what}" for what, n in counts.items() if n) or "nothing"
     )
 
 
@@ -172,76 +181,13 @@ def _inverse_root(total: mx.array, factor: mx.array, eps: mx.array) -> mx.array:
     return mx.rsqrt(total * factor + eps)
 
 
-class FusedProjections:
-    """The weights of several linear layers of the same input as one matrix: one product instead of several.
-
-    The layers are called one after the other with the same array; the first call computes all of them, each takes its
-    columns. A call with another array than the first one's computes its own columns only.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        sizes = [layer.weight.shape[0] for layer in layers]
-        self._ends = list(itertools.accumulate(sizes))
-        self._starts = [end - size for end, size in zip(self._ends, sizes, strict=True)]
-        self._transposed = mx.concatenate([layer.weight for layer in layers], axis=0).T
-        self._bias = mx.concatenate([layer.bias for layer in layers]) if "bias" in layers[0] else None
-        mx.eval(self._transposed, [] if self._bias is None else self._bias)
-        self._input: mx.array | None = None
-        self._output: mx.array | None = None
-        self._waiting: set[int] = set()
-
-    def part(self, index: int, x: mx.array) -> mx.array:
-        """The output [..., n] of layer `index` for x [..., d]."""
-        columns = slice(self._starts[index], self._ends[index])
-        if self._output is None or self._input is not x or index not in self._waiting:
-            if index != 0:
-                return self._product(x, columns)
-            self._input, self._output = x, self._product(x, slice(None))
-            self._waiting = set(range(len(self._ends)))
-        out = self._output[..., columns]
-        self._waiting.discard(index)
-        if not self._waiting:
-            self._input = self._output = None
-        return out
-
-    def _product(self, x: mx.array, columns: slice) -> mx.array:
-        weight = self._transposed[:, columns]
-        return x @ weight if self._bias is None else mx.addmm(self._bias[columns], x, weight)
-
-
-class ProjectionPart(nn.Module):  # type: ignore[misc]
-    """Stands where one of the fused linear layers was."""
-
-    def __init__(self, fused: FusedProjections, index: int) -> None:
-        super().__init__()
-        self._fused = fused
-        self._index = index
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """x [..., d] times this layer's weight, plus its bias: [..., n]."""
-        return self._fused.part(self._index, x)
-
-
-def _fuse_projections(module: nn.Module) -> bool:
-    """Fuses this attention module's query, key and value projections. False: it hasn't three that fit."""
-    names = ("q_proj", "k_proj", "v_proj")
-    layers: list[Any] = [getattr(module, name, None) for name in names]
-    if any(type(layer) is not nn.Linear for layer in layers):
-        return False
-    if len({(layer.weight.shape[1], layer.weight.dtype, "bias" in layer) for layer in layers}) != 1:
-        return False
-    fused = FusedProjections(layers)
-    for index, name in enumerate(names):
-        setattr(module, name, ProjectionPart(fused, index))
-    return True
-
-
 def _rebind_swiglu(module: nn.Module) -> bool:
     """Gives this instance a `__call__` that finds fast_swiglu under the name `swiglu`. False: it uses none."""
     cls = type(module)
     call = cls.__call__
     namespace = getattr(call, "__globals__", {})
-    if "swiglu" not in call.__code__.co_names or namespace.get("swiglu") is not activations.swiglu:
+    names = getattr(getattr(call, "__code__", None), "co_names", ())
+    if "swiglu" not in names or namespace.get("swiglu") is not activations.swiglu:
         return False
     rebound = types.FunctionType(
         call.__code__, {**namespace, "swiglu": fast_swiglu}, call.__name__, call.__defaults__, call.__closure__

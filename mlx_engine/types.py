@@ -243,6 +243,7 @@ class EngineInfo:
     device: str
     dtype: str
     policies: Mapping[str, str] = field(default_factory=dict)  # seam to plugin name
+    linear_backend: str = "mlx"  # what linear layers run on: "native", "blas" or, on a GPU, "mlx"
 
 
 @dataclass(frozen=True, slots=True)

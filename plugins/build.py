@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlx_engine.model_runner import MLXModelRunner
 from mlx_engine.models.embedded import served_name
 from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
 from mlx_engine.models.resolve import resolve_model
+from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo
@@ -31,7 +33,8 @@ Progress = Callable[[str, float], None]
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Loads the model and builds the engine on the calling thread, which owns all arrays from then on.
 
-    progress(stage, fraction) is told about "convert" (GGUF files, once), "load", "check" and "allocate".
+    progress(stage, fraction) is told about "convert" (GGUF files, once), "load", "compile" (on a CPU), "check" and
+    "allocate".
     Raises ConfigError, ModelLoadError or PluginError, each saying what to change.
     """
     report = progress or _silent
@@ -63,12 +66,15 @@ def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
 def _assemble(
     config: EngineConfig, loaded: LoadedModel, policy: Any, backend: Any, prefix_cache: Any, report: Progress
 ) -> Engine:
-    report("check", 0.0)
     max_model_len = _max_model_len(config, loaded)
     on_cpu = runs_on_cpu()
+    native = None
     if on_cpu:
         keep_freed_memory()
-    model = PagedModel(loaded, adapt_for_cpu if on_cpu else None)
+        report("compile", 0.0)
+        native = _native_library(config)
+    report("check", 0.0)
+    model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else None)
     if on_cpu:
         use_huge_pages(array for _, array in tree_flatten(loaded.model.parameters()))
     activation_bytes = 0
@@ -132,9 +138,26 @@ def _assemble(
             "prefix_cache": config.prefix_cache,
             "attention_backend": config.attention_backend,
         },
+        linear_backend=("blas" if native is None else "native") if on_cpu else "mlx",
     )
     logger.info("engine ready: %s", info)
     return Engine(scheduler, runner, info, overlap=config.overlap)
+
+
+def _native_library(config: EngineConfig) -> NativeLibrary | None:
+    """What linear layers run on, None for MLX's own products. Raises ConfigError where "native" can't be had."""
+    if config.cpu_backend == "blas":
+        return None
+    try:
+        return load_native()
+    except NativeUnavailable as error:
+        if config.cpu_backend == "native":
+            raise ConfigError(
+                f"engine.cpu_backend is native, but the native CPU library can't be had: {error}. With `auto` the "
+                "engine runs on OpenBLAS instead"
+            ) from error
+        logger.warning("linear layers run on OpenBLAS, about half as fast; no native CPU library: %s", error)
+        return None
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

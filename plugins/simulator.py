@@ -119,7 +119,8 @@ def build_simulated_engine(
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
         },
-        **sizes,
+        num_blocks=sizes["num_blocks"],
+        block_size=sizes["block_size"],
     )
     return SimulatedEngine(
         Engine(scheduler, runner, info, overlap=config.overlap, clock=clock), runner, scheduler, kv, clock

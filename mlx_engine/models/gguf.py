@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 
 from mlx_engine.errors import ModelLoadError
+from mlx_engine.folders import cache_folder
 from mlx_engine.models.gguf_config import model_config, row_order, tensor_rules
 from mlx_engine.models.gguf_reader import GGUFFile, part_paths, read_gguf
 from mlx_engine.models.gguf_tensors import GROUP_SIZE, MLXTensor, convert_tensor
@@ -36,11 +35,6 @@ Progress = Callable[[str, float], None]
 CONVERTER_VERSION = 3
 # The config key that marks a folder of ours.
 MARKER = "quire_gguf"
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: QUIRE_CACHE_DIR, or the platform's cache folder for this user."""
-    return Path(os.environ.get("QUIRE_CACHE_DIR") or platformdirs.user_cache_dir("quire"))
 
 
 def convert_gguf(path: Path, progress: Progress | None = None) -> Path:

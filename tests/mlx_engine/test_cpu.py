@@ -11,7 +11,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_engine.cpu import FusedProjections, PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu, use_huge_pages
+from mlx_engine.cpu import PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu, use_huge_pages
+from mlx_engine.cpu_linear import FusedProjections
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, build

@@ -1,0 +1,160 @@
+"""Compiles the native library for this machine's processor, once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import filelock
+import mlx.core as mx
+
+from mlx_engine.folders import cache_folder
+
+logger = logging.getLogger(__name__)
+
+MODULE_NAME = "_quire_native"
+
+_SOURCES = Path(__file__).parent / "src"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG")
+# Types of mlx.core can be passed only by modules of the same domain and the same nanobind.
+_DOMAIN = "-DNB_DOMAIN=mlx"
+_COMMAND_TIMEOUT_S = 300.0
+_LOCK_TIMEOUT_S = 600.0
+
+
+class NativeUnavailable(Exception):
+    """The native library can't be had here; the message says why and what to install."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Toolchain:
+    compiler: list[str]
+    version: str
+    includes: tuple[Path, ...]
+    nanobind: Path
+    libmlx: Path
+
+
+def build_native(flags: Sequence[str] = ()) -> Path:
+    """The native library's file, compiled now if it isn't in the cache. `flags` come after our own.
+
+    It is kept under a name made of everything that it depends on: sources, flags, compiler, processor, Python, mlx and
+    nanobind. Processes that ask at the same time wait for the first. Raises NativeUnavailable.
+    """
+    if sys.platform != "linux":
+        raise NativeUnavailable(f"the native library is for Linux, not {sys.platform}")
+    toolchain = _find_toolchain()
+    folder = cache_folder() / "native" / _key(toolchain, flags)
+    library = folder / f"{MODULE_NAME}.so"
+    if library.is_file():
+        return library
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_name(folder.name + ".lock"), timeout=_LOCK_TIMEOUT_S):
+            if not library.is_file():
+                _compile_into(folder, toolchain, flags)
+    except filelock.Timeout as error:
+        raise NativeUnavailable(f"another process has been compiling in {folder} for {_LOCK_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise NativeUnavailable(f"{folder} can't be written: {error}; set QUIRE_CACHE_DIR to another folder") from error
+    return library
+
+
+def _find_toolchain() -> _Toolchain:
+    command = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    if command is None:
+        raise NativeUnavailable("there is no C++ compiler: install one, for example with `apt install g++`")
+    compiler = shlex.split(command)
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").is_file():
+        raise NativeUnavailable("Python's headers are missing: install them, as with `apt install python3-dev`")
+    try:
+        nanobind = Path(str(metadata.distribution("nanobind").locate_file("nanobind")))
+    except metadata.PackageNotFoundError as error:
+        raise NativeUnavailable("nanobind is not installed: `pip install nanobind==3.1.0`") from error
+    mlx = Path(mx.__file__).parent
+    libmlx = mlx / "lib" / "libmlx.so"
+    if not libmlx.is_file() or not (mlx / "include").is_dir():
+        raise NativeUnavailable(f"MLX's headers or its library are not in {mlx}")
+    includes = (nanobind / "include", nanobind / "ext/robin_map/include", python, mlx / "include")
+    return _Toolchain(compiler, _run([*compiler, "--version"]).splitlines()[0], includes, nanobind, libmlx)
+
+
+def _key(toolchain: _Toolchain, flags: Sequence[str]) -> str:
+    parts = [
+        *_FLAGS,
+        *flags,
+        *toolchain.compiler,
+        toolchain.version,
+        _processor(),
+        str(sysconfig.get_config_var("SOABI")),
+        metadata.version("mlx"),
+        metadata.version("nanobind"),
+    ]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        information = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        information = ""
+    lines = (re.search(rf"^{name}\s*:.*$", information, re.MULTILINE) for name in ("model name", "flags", "Features"))
+    return " ".join([platform.machine(), *(line[0] for line in lines if line)])
+
+
+def _compile_into(folder: Path, toolchain: _Toolchain, flags: Sequence[str]) -> None:
+    logger.info("compiling the native CPU library (once, some 10 s on two cores)")
+    start = time.monotonic()
+    includes = [part for path in toolchain.includes for part in ("-isystem", str(path))]
+    command = [*toolchain.compiler, *_FLAGS, *flags, _DOMAIN, *includes]
+    sources = [toolchain.nanobind / "src" / "nb_combined.cpp", *sorted(_SOURCES.glob("*.cpp"))]
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as scratch:
+        objects = [Path(scratch, source.stem + ".o") for source in sources]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
+            jobs = [
+                [*command, "-c", str(source), "-o", str(target)]
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            list(executor.map(_run, jobs))
+        library = Path(scratch, f"{MODULE_NAME}.so")
+        linked = [*command, "-shared", *map(str, objects), str(toolchain.libmlx), "-lpthread", "-o", str(library)]
+        _run(linked)
+        folder.mkdir(exist_ok=True)
+        library.replace(folder / library.name)
+    logger.info("compiled the native CPU library in %.1f s: %s", time.monotonic() - start, folder)
+
+
+def _run(command: Sequence[str]) -> str:
+    """What the command prints. Raises NativeUnavailable with its first error."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"the C++ compiler can't be run: {error}") from error
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise NativeUnavailable(f"{command[0]} fails: {first}")
+    return result.stdout
