@@ -37,18 +37,18 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
     def __init__(self, native: NativeLibrary, weight: mx.array, bias: mx.array | None) -> None:
         super().__init__()
         self._native = native
-        self._size = int(weight.shape[0])
+        self.size = int(weight.shape[0])  # outputs
         self.packed = native.pack_weight(weight)
         self.bias = bias
         mx.eval(self.packed)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., k]; returns [..., n]."""
-        return self._native.packed_linear(x, self.packed, n=self._size, bias=self.bias)
+        return self._native.packed_linear(x, self.packed, n=self.size, bias=self.bias)
 
     def columns(self, x: mx.array, columns: slice) -> mx.array:
         """Some of the outputs only."""
-        first, last, _ = columns.indices(self._size)
+        first, last, _ = columns.indices(self.size)
         # The native library starts at whole panels.
         start = first - first % self._native.panel_width
         out = self._native.packed_linear(x, self.packed, n=last - start, first=start, bias=self.bias)

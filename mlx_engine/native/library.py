@@ -23,7 +23,8 @@ class NativeLibrary:
 
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
-        self.panel_width = int(self._module.PANEL_WIDTH)
+        self.panel_width = int(self._module.PANEL_WIDTH)  # columns of a weight that are packed together
+        self.vector_width = int(self._module.VECTOR_WIDTH)  # floats in a register of the form that was compiled
 
     def pack_weight(self, weight: mx.array) -> mx.array:
         """The panels of a float32 weight [n, k], as an opaque array for `packed_linear`; ValueError for another."""

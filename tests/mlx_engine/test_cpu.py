@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_engine.cpu import PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu, use_huge_pages
-from mlx_engine.cpu_linear import FusedProjections
+from mlx_engine.cpu_linear import DenseLinear, FusedProjections, PackedLinear
 from mlx_engine.errors import ModelLoadError
+from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, build
 
@@ -22,20 +25,31 @@ def _close(got: mx.array, expected: mx.array) -> None:
     np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=2e-6)
 
 
+@pytest.fixture(params=["blas", "native"])
+def native(request: pytest.FixtureRequest) -> NativeLibrary | None:
+    """The native library, or None: linear layers then run on MLX's own products."""
+    if request.param == "blas":
+        return None
+    try:
+        return load_native()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused_projections_give_each_layers_own_output(bias: bool) -> None:
+def test_fused_projections_give_each_layers_own_output(native: NativeLibrary | None, bias: bool) -> None:
     layers = [nn.Linear(24, size, bias=bias) for size in (32, 8, 8)]
-    fused = FusedProjections(layers)
+    fused = FusedProjections(layers, native)
     for rows in (1, 5):
         x = mx.random.normal((rows, 1, 24))
         for index, layer in enumerate(layers):
             _close(fused.part(index, x), layer(x))
 
 
-def test_fused_projections_called_in_any_order_with_any_arrays() -> None:
+def test_fused_projections_called_in_any_order_with_any_arrays(native: NativeLibrary | None) -> None:
     """Layers that share another layer's keys call one projection only; encoders call them with different arrays."""
     layers = [nn.Linear(24, size) for size in (32, 8, 8)]
-    fused = FusedProjections(layers)
+    fused = FusedProjections(layers, native)
     arrays = [mx.random.normal((3, 24)) for _ in range(3)]
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -72,19 +86,60 @@ def test_plain_rms_norm_is_mlxs() -> None:
     assert mx.array_equal(PlainRMSNorm(original)(half), original(half))
 
 
-def test_adapted_model_is_probed_against_the_unchanged_one() -> None:
+def _parameters(model: nn.Module) -> dict[int, mx.array]:
+    return {id(array): array for _, array in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "gemma3", "mistral"])
+def test_a_packed_model_keeps_no_weight_twice_but_a_tied_head(name: str) -> None:
+    native = load_native()
+    loaded = build(TINY[name])
+    before = sum(array.nbytes for array in _parameters(loaded.model).values())
+    tied = 0 if "lm_head" in loaded.model else loaded.model.model.embed_tokens.weight.nbytes
+    PagedModel(loaded, partial(adapt_for_cpu, native=native))
+    modules = {id(module): module for _, module in loaded.model.named_modules()}.values()
+    packed = [module for module in modules if isinstance(module, PackedLinear)]
+    assert packed
+    assert not [module for module in modules if type(module) in (nn.Linear, DenseLinear)]
+    after = sum(array.nbytes for array in _parameters(loaded.model).values())
+    assert after == before + tied + sum(_padding(module, native.panel_width) for module in packed)
+
+
+def _padding(module: PackedLinear, width: int) -> int:
+    """Bytes by which a packed weight is larger than the weight: its last panel's, and those that align it."""
+    rows = -(-module.size // width) * width
+    return 64 + 4 * (rows - module.size) * (module.packed.size - 16) // rows
+
+
+def test_half_precision_layers_are_left_to_mlx() -> None:
+    native = load_native()
+    loaded = build(TINY["llama_biases"])
+    loaded.model.set_dtype(mx.bfloat16)
+    adapt_for_cpu(loaded.model, native)
+    assert not [module for _, module in loaded.model.named_modules() if isinstance(module, PackedLinear)]
+
+
+def test_adapted_model_is_probed_against_the_unchanged_one(native: NativeLibrary | None) -> None:
     def double_a_norm(model: nn.Module) -> None:
-        adapt_for_cpu(model)
+        adapt_for_cpu(model, native)
         model.model.norm.weight = model.model.norm.weight * 2
 
-    PagedModel(build(TINY["llama_biases"]), adapt_for_cpu)
+    PagedModel(build(TINY["llama_biases"]), partial(adapt_for_cpu, native=native))
     with pytest.raises(ModelLoadError, match="logits differ"):
         PagedModel(build(TINY["llama_biases"]), double_a_norm)
 
 
-def _huge_kilobytes() -> int:
-    match = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
-    return int(match[1]) if match else 0
+def _huge_kilobytes(arrays: list[mx.array]) -> int:
+    """Huge pages of the mappings that hold the middles of these arrays: their ends may lie outside huge pages."""
+    addresses = [np.array(array, copy=False).ctypes.data + array.nbytes // 2 for array in arrays]
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            inside = any(int(span[1], 16) <= address < int(span[2], 16) for address in addresses)
+        elif inside and line.startswith("AnonHugePages:"):
+            total += int(line.split()[1])
+    return total
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
@@ -94,9 +149,8 @@ def test_huge_pages_hold_the_same_numbers() -> None:
         pytest.skip("transparent huge pages aren't given on request here")
     arrays = [mx.random.normal((6 << 20,)) for _ in range(2)]
     copies = [np.array(array) for array in arrays]
-    before = _huge_kilobytes()
     assert use_huge_pages(arrays) >= 24 << 20
-    assert _huge_kilobytes() - before >= 20 << 10
+    assert _huge_kilobytes(arrays) >= 40 << 10
     assert all(np.array_equal(np.array(array), copy) for array, copy in zip(arrays, copies, strict=True))
 
 
