@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory experiment compare docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -36,6 +36,9 @@ bench-serve:  ## over HTTP against in process, cached prefixes, long prompts, in
 
 bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/memory.json
 	$(UV_RUN) python -m loadtest.bench_memory $(ARGS)
+
+bench-kernels bench-metal:  ## on a GPU: the paged-attention kernels, right and how fast, into bench-results/kernels.json
+	$(UV_RUN) python -m loadtest.bench_kernels $(ARGS)
 
 # NAME is not taken from the environment: some systems set it to the machine's name.
 NAME = all

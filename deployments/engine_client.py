@@ -337,6 +337,7 @@ _STAGES = {
     "load": "Loading the weights",
     "compile": "Compiling the native CPU library (once; the result is kept)",
     "check": "Trying the model out",
+    "warm_up": "Compiling decode steps of every size",
     "allocate": "Allocating the KV pool",
 }
 

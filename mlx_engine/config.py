@@ -44,12 +44,19 @@ class EngineConfig(BaseModel):
     kv_manager_options: dict[str, Any] = Field(default_factory=dict, description="the manager's own arguments")
     prefix_cache: str = Field("radix", description="prefix cache, by entry-point name; 'none' turns it off")
     prefix_cache_options: dict[str, Any] = Field(default_factory=dict, description="the cache's own arguments")
-    attention_backend: str = Field("gather", description="attention backend, by entry-point name")
+    attention_backend: str = Field(
+        "auto",
+        description="attention backend, by entry-point name; auto: `fused` on a GPU that its kernels run on, else "
+        "`gather`",
+    )
     attention_backend_options: dict[str, Any] = Field(default_factory=dict, description="the backend's own arguments")
     cpu_backend: Literal["auto", "native", "blas"] = Field(
         "auto",
         description="what linear layers run on where MLX runs on the CPU: `native`, our own library, compiled at first "
         "start; `blas`, OpenBLAS; auto: native where there is a C++ compiler",
+    )
+    compile_decode: bool = Field(
+        True, description="run steps of decode rows as compiled functions where the attention backend allows it"
     )
     overlap: bool = Field(True, description="build the next step while this one runs")
     seed: int = Field(0, description="seed of the sampling of requests that bring none")

@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations
 
-from mlx_engine.cpu_linear import fuse_projections, pack_linear, pack_tied_head
+from mlx_engine.cpu_linear import QUERY_KEY_VALUE, fuse_projections, pack_linear, pack_tied_head
 from mlx_engine.mathops import fast_swiglu
 from mlx_engine.modules import replace_module
 from mlx_engine.native import NativeLibrary
@@ -91,7 +91,7 @@ def adapt_for_cpu(model: nn.Module, native: NativeLibrary | None = None) -> None
     counts: Counter[str] = Counter()
     # Before anything else: the layers that are fused are not to be packed one by one.
     for _, module in list(model.named_modules()):
-        counts["fused projections"] += fuse_projections(module, native)
+        counts["fused projections"] += fuse_projections(module, QUERY_KEY_VALUE, native)
     for name, module in list(model.named_modules()):
         if type(module) is nn.RoPE and not module.traditional:
             key = (module.dims, module.base, module.scale)

@@ -107,9 +107,12 @@ class ProjectionPart(nn.Module):  # type: ignore[misc]
         return self.fused.part(self._index, x)
 
 
-def fuse_projections(module: nn.Module, native: NativeLibrary | None = None) -> bool:
-    """Fuses this attention module's query, key and value projections. False: it hasn't three that fit."""
-    names = ("q_proj", "k_proj", "v_proj")
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+
+def fuse_projections(module: nn.Module, names: Sequence[str], native: NativeLibrary | None = None) -> bool:
+    """Fuses this module's linear layers of these names. False: it hasn't all of them, or they don't fit together."""
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if any(type(layer) is not nn.Linear for layer in layers):
         return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import mlx.core as mx
 
-from mlx_engine.input_batch import build_input_batch
+from mlx_engine.compiled_decode import CompiledDecode
+from mlx_engine.input_batch import InputBatch, build_input_batch
 from mlx_engine.interfaces import AttentionBackend
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.sampler import build_sampling_batch, sample
@@ -16,16 +18,20 @@ from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
 class MLXStepHandle:
     """A step as a lazy MLX graph."""
 
-    __slots__ = ("_arrays", "_request_ids", "_sampled", "_step")
+    __slots__ = ("_arrays", "_launched", "_request_ids", "_sampled", "_step")
 
     def __init__(self, step: int, request_ids: list[str], sampled: mx.array | None, state: list[mx.array]) -> None:
         self._step = step
+        self._launched = False
         self._request_ids = request_ids
         self._sampled = sampled
         self._arrays = state if sampled is None else [sampled, *state]
 
     def launch(self) -> None:
-        """See StepHandle."""
+        """See StepHandle. A second call does nothing."""
+        if self._launched:
+            return
+        self._launched = True
         mx.async_eval(self._arrays)  # type: ignore[no-untyped-call]
 
     def wait(self) -> ModelRunnerOutput:
@@ -35,23 +41,61 @@ class MLXStepHandle:
         # A pool that is still referenced here could not be updated in place by the next step.
         self._arrays = []
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()  # type: ignore[assignment]
-        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=True)))
+        # A compiled step has samples of padding rows too, after the others.
+        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=False)))
 
 
 class MLXModelRunner:
-    """The ModelRunner for mlx-lm models."""
+    """The ModelRunner for mlx-lm models.
 
-    def __init__(self, model: PagedModel, backend: AttentionBackend, *, block_size: int, vocab_size: int) -> None:
+    With `compiled`, steps of decode rows only run as compiled functions, and every step is handed to the device as soon
+    as it is built: the backend's pools are written in place, in an order that data flow keeps.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: AttentionBackend,
+        *,
+        block_size: int,
+        vocab_size: int,
+        compiled: CompiledDecode | None = None,
+    ) -> None:
         self._model = model
         self._backend = backend
         self._block_size = block_size
         self._vocab_size = vocab_size
+        self._compiled = compiled
         self._last_sampled: mx.array | None = None
         self._last_request_ids: list[str] = []
+        self._counts: Counter[str] = Counter()
+
+    def warm_up(self) -> Iterator[float]:
+        """Compiles what can be compiled; yields the share that is done."""
+        if self._compiled is not None:
+            yield from self._compiled.warm_up()
 
     def execute_model(self, output: SchedulerOutput) -> MLXStepHandle:
         """See ModelRunner."""
         batch = build_input_batch(output, self._block_size, self._last_request_ids)
+        request_ids = [seq.request_id for seq in batch.samples]
+        if self._compiled is not None and self._compiled.takes(batch):
+            sampled: mx.array | None = self._run_compiled(self._compiled, batch)
+        else:
+            sampled = self._run(batch)
+        if self._compiled is not None and sampled is not None:
+            sampled = self._compiled.padded(sampled)
+        self._last_sampled, self._last_request_ids = sampled, request_ids
+        handle = MLXStepHandle(output.step, request_ids, sampled, self._backend.state())
+        if self._compiled is not None:
+            handle.launch()
+        return handle
+
+    def dispatch_counts(self) -> Mapping[str, int]:
+        """See ModelRunner."""
+        return {**self._backend.dispatch_counts(), **self._counts}
+
+    def _run(self, batch: InputBatch) -> mx.array | None:
         token_ids = mx.array(batch.token_ids)
         if batch.feedback is not None and self._last_sampled is not None:
             index = mx.array(batch.feedback)
@@ -60,11 +104,12 @@ class MLXModelRunner:
         # A step without samples evaluates the pool only: its logits, and the last layer's MLP, are never computed.
         rows = mx.array(batch.sample_rows) if 0 < len(batch.sample_rows) < batch.num_rows else None
         logits = self._model(token_ids, self._backend.begin_step(batch), rows)
-        request_ids = [seq.request_id for seq in batch.samples]
-        sampled = sample(logits, build_sampling_batch(batch.samples, self._vocab_size)) if request_ids else None
-        self._last_sampled, self._last_request_ids = sampled, request_ids
-        return MLXStepHandle(output.step, request_ids, sampled, self._backend.state())
+        if not batch.samples:
+            return None
+        return sample(logits, build_sampling_batch(batch.samples, self._vocab_size))
 
-    def dispatch_counts(self) -> Mapping[str, int]:
-        """See ModelRunner."""
-        return self._backend.dispatch_counts()
+    def _run_compiled(self, compiled: CompiledDecode, batch: InputBatch) -> mx.array:
+        self._counts["compiled"] += 1
+        options = build_sampling_batch(batch.samples, self._vocab_size)
+        out = compiled(batch, self._last_sampled, greedy=options is None)
+        return out if options is None else sample(out[: batch.num_rows], options)

@@ -10,10 +10,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_engine.attention.fused import kernels_run_here
+from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.config import EngineConfig
 from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory, use_huge_pages
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
+from mlx_engine.gpu import adapt_for_gpu
 from mlx_engine.memory import plan_kv_blocks
 from mlx_engine.model_runner import MLXModelRunner
 from mlx_engine.models.embedded import served_name
@@ -22,7 +25,7 @@ from mlx_engine.models.resolve import resolve_model
 from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.scheduler import Scheduler
-from mlx_engine.types import EngineInfo
+from mlx_engine.types import EngineInfo, cdiv
 from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
 
 logger = logging.getLogger(__name__)
@@ -33,8 +36,8 @@ Progress = Callable[[str, float], None]
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Loads the model and builds the engine on the calling thread, which owns all arrays from then on.
 
-    progress(stage, fraction) is told about "convert" (GGUF files, once), "load", "compile" (on a CPU), "check" and
-    "allocate".
+    progress(stage, fraction) is told about "convert" (GGUF files, once), "load", "compile" (on a CPU), "check",
+    "allocate" and "warm_up" (on a GPU).
     Raises ConfigError, ModelLoadError or PluginError, each saying what to change.
     """
     report = progress or _silent
@@ -51,9 +54,12 @@ def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
 
 def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
     """Scheduler policy, attention backend and prefix cache: those that need no loaded model."""
+    backend = config.attention_backend
+    if backend == "auto":
+        backend = "fused" if kernels_run_here() and not config.attention_backend_options else "gather"
     return (
         create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
-        create(ATTENTION_BACKENDS, config.attention_backend, kwargs={}, options=config.attention_backend_options),
+        create(ATTENTION_BACKENDS, backend, kwargs={}, options=config.attention_backend_options),
         create(
             PREFIX_CACHES,
             config.prefix_cache,
@@ -74,7 +80,7 @@ def _assemble(
         report("compile", 0.0)
         native = _native_library(config)
     report("check", 0.0)
-    model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else None)
+    model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else adapt_for_gpu)
     if on_cpu:
         use_huge_pages(array for _, array in tree_flatten(loaded.model.parameters()))
     activation_bytes = 0
@@ -121,7 +127,15 @@ def _assemble(
         ),
         seed=config.seed,
     )
-    runner = MLXModelRunner(model, backend, block_size=config.block_size, vocab_size=loaded.vocab_size)
+    compiled = None
+    if config.compile_decode and getattr(backend, "compiles", False):
+        max_tokens = min(scheduler.max_total_tokens, max_model_len)
+        compiled = CompiledDecode(model, backend, config.max_num_seqs, cdiv(max_tokens, config.block_size))
+    runner = MLXModelRunner(
+        model, backend, block_size=config.block_size, vocab_size=loaded.vocab_size, compiled=compiled
+    )
+    for fraction in runner.warm_up():
+        report("warm_up", fraction)
     info = EngineInfo(
         model_name=name,
         max_model_len=max_model_len,
@@ -136,7 +150,9 @@ def _assemble(
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
-            "attention_backend": config.attention_backend,
+            "attention_backend": type(backend).__name__.removesuffix("Backend").lower()
+            if config.attention_backend == "auto"
+            else config.attention_backend,
         },
         linear_backend=("blas" if native is None else "native") if on_cpu else "mlx",
     )

@@ -12,7 +12,7 @@ contiguous matrix. The paths, counted by name:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,9 +59,9 @@ class GatherBackend:
 
     def begin_step(self, batch: InputBatch) -> list[PagedView]:
         """See AttentionBackend."""
-        step = _Step(batch, self._block_size)
+        step = GatherStep(batch, self._block_size)
         offset = mx.array(batch.positions)
-        return [_GatherView(self, step, layer, offset) for layer in range(len(self._layers))]
+        return [GatherView(self, step, layer, offset) for layer in range(len(self._layers))]
 
     def state(self) -> list[mx.array]:
         """See AttentionBackend."""
@@ -83,7 +83,7 @@ class GatherBackend:
         return self._keys[layer].reshape(shape), self._values[layer].reshape(shape)
 
     def attend(
-        self, layer: int, step: _Step, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self, layer: int, step: GatherStep, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         """Attention of queries [T, num_heads, 1, head_dim] over each row's sequence, same shape back."""
         keys, values = self.pool(layer)
@@ -93,12 +93,37 @@ class GatherBackend:
             run = paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
             self._counts[self._decode] += 1
             parts.append(run(rows, keys, values, step.pages(group, window), scale, sinks))
+        parts += self.attend_chunks(
+            step,
+            queries,
+            lambda context: (_gather_context(keys, context), _gather_context(values, context)),
+            scale,
+            window,
+            sinks,
+        )
+        out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+        return out if step.order is None else out[step.order]
+
+    def attend_chunks(
+        self,
+        step: GatherStep,
+        queries: mx.array,
+        collect: Callable[[Context], tuple[mx.array, mx.array]],
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> list[mx.array]:
+        """Each prefill chunk's part [n, num_heads, 1, head_dim].
+
+        `collect` gives a context's keys and values [num_kv_heads, num_tokens, head_dim].
+        """
+        parts = []
         for chunk in step.batch.prefill_chunks:
             context = step.context(chunk, window)
             tiled = self._decode == "paged_matmul" and sinks is None and isinstance(context.mask, str)
             self._counts["chunk_tiled" if tiled else "chunk_sdpa"] += 1
             rows = queries[chunk.first_row : chunk.first_row + chunk.num_tokens].squeeze(2).transpose(1, 0, 2)
-            k, v = _gather_context(keys, context), _gather_context(values, context)
+            k, v = collect(context)
             if tiled:
                 out = tiled_chunk(rows, k, v, scale)
             else:
@@ -106,16 +131,15 @@ class GatherBackend:
                     rows[None], k[None], v[None], scale=scale, mask=context.mask, sinks=sinks
                 )[0]
             parts.append(out.transpose(1, 0, 2)[:, :, None])
-        out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-        return out if step.order is None else out[step.order]
+        return parts
 
 
-class _GatherView(PagedView):
+class GatherView(PagedView):
     """One layer's cache for one step."""
 
     __slots__ = ("_backend", "_layer", "_step")
 
-    def __init__(self, backend: GatherBackend, step: _Step, layer: int, offset: mx.array) -> None:
+    def __init__(self, backend: GatherBackend, step: GatherStep, layer: int, offset: mx.array) -> None:
         self.offset = offset
         self._backend = backend
         self._step = step
@@ -139,7 +163,7 @@ class _GatherView(PagedView):
 
 
 @dataclass(slots=True)
-class _Step:
+class GatherStep:
     """A batch's indices on the device, made once and shared by the layers that need the same."""
 
     batch: InputBatch

@@ -1,0 +1,186 @@
+"""The paged-attention kernels on this machine's GPU: right first, then how much of its bandwidth they reach.
+
+Every case of the kernels' tests is compared with float64, and decode attention is timed over block tables in random
+order against a copy of device memory. Prints tables, writes JSON, and ends with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from loadtest import environment
+from loadtest.options import positive_int
+from loadtest.tables import markdown_table, number
+from mlx_engine.attention.kernels import PagedKernels, reference
+from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
+
+_COPY_BYTES = 1 << 30
+_CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Decode attention of equally long sequences."""
+
+    num_rows: int
+    seq_len: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    block_size: int = 16
+    target: float | None = None  # share of the copy's bandwidth
+
+    @property
+    def num_bytes(self) -> int:
+        """That must be read at the least, in 16-bit numbers."""
+        return self.num_rows * self.seq_len * self.num_kv_heads * self.head_dim * 2 * 2
+
+
+SHAPES = (
+    Shape(128, 4096, target=0.6),
+    Shape(1, 32768, target=0.4),
+    Shape(1, 512),
+    Shape(8, 512),
+    Shape(32, 512),
+    Shape(32, 4096),
+    Shape(256, 512),
+    Shape(32, 16384),
+    Shape(128, 4096, head_dim=128),
+    Shape(1, 32768, head_dim=128),
+)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bench_kernels", description=__doc__)
+    parser.add_argument("--rounds", type=positive_int, default=7, help="timed runs of each, median taken (default: 7)")
+    parser.add_argument("--sweep", action="store_true", help="time every number of splits, not only the chosen one")
+    parser.add_argument("--out", type=Path, default=Path("bench-results/kernels.json"), help="where the JSON goes")
+    return parser.parse_args(argv)
+
+
+def check(dtype: mx.Dtype) -> list[dict[str, Any]]:
+    """Each case of the tests, with what it should have been within."""
+    results = []
+    for case in reference.cases(dtype):
+        inputs = reference.make_inputs(case)
+        out = reference.run(case, inputs)[0]
+        error = reference.relative_error(out, reference.decode(case, inputs))
+        tolerance = reference.TOLERANCE[dtype]
+        results.append({"case": str(case), "error": error, "tolerance": tolerance, "right": bool(error < tolerance)})
+    return results
+
+
+def seconds(run: Callable[[], mx.array], rounds: int) -> list[float]:
+    """Of each run, after one that isn't counted."""
+    mx.eval(run())
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        mx.eval(run())
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def copy_bandwidth(rounds: int) -> float:
+    """Bytes per second, read and written, of one large element-wise operation."""
+    source = mx.ones((_COPY_BYTES // 2,), mx.bfloat16)
+    mx.eval(source)
+
+    def chain() -> mx.array:
+        out = source
+        for _ in range(_CHAIN):
+            out = -out
+        return out
+
+    return 2 * _COPY_BYTES * _CHAIN / statistics.median(seconds(chain, rounds))
+
+
+def time_shape(shape: Shape, splits: int, rounds: int) -> float:
+    """Seconds of one call, the median."""
+    rng = np.random.default_rng(0)
+    pages = -(-shape.seq_len // shape.block_size)
+    num_blocks = shape.num_rows * pages + 1
+    blocks = rng.permutation(num_blocks - 1).reshape(shape.num_rows, pages) + 1
+    pool_shape = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    key_pool, value_pool = (mx.random.normal(pool_shape).astype(mx.bfloat16) for _ in range(2))
+    queries = mx.random.normal((shape.num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
+    new = mx.random.normal((shape.num_rows, shape.num_kv_heads, shape.head_dim)).astype(mx.bfloat16)
+    tables = mx.array(blocks.astype(np.int32))
+    lens = mx.full((shape.num_rows,), shape.seq_len, mx.int32)
+    mx.eval(key_pool, value_pool, queries, new, tables, lens)
+    kernels = PagedKernels(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.block_size, mx.bfloat16
+    )
+
+    # Compiled as decode steps are, so that the kernels are timed and not the host that builds the graph.
+    @mx.compile
+    def chain(out: mx.array) -> mx.array:
+        for _ in range(_CHAIN):
+            out = kernels.decode(
+                out, new, new, key_pool, value_pool, tables, lens, scale=shape.head_dim**-0.5, splits=splits
+            )
+        return out
+
+    return statistics.median(seconds(lambda: chain(queries), rounds)) / _CHAIN
+
+
+def chosen_splits(shape: Shape) -> int:
+    """As the fused backend chooses them."""
+    parts = shape.num_heads // heads_per_group(shape.num_heads // shape.num_kv_heads)
+    return num_splits(shape.num_rows, parts, shape.seq_len)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; the exit status."""
+    args = parse_args(argv)
+    if mx.default_device().type != mx.DeviceType.gpu:
+        print(f"these kernels run on a GPU, and MLX's default device is {mx.default_device()}", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {"benchmark": "kernels", "environment": environment.describe()}
+    result["device"] = {key: str(value) for key, value in mx.device_info().items()}
+    checks = [entry for dtype in reference.TOLERANCE for entry in check(dtype)]
+    wrong = [entry for entry in checks if not entry["right"]]
+    print(f"{len(checks) - len(wrong)} of {len(checks)} cases are right")
+    for entry in wrong:
+        print(f"WRONG: error {entry['error']:.2g}, at most {entry['tolerance']:g}: {entry['case']}")
+    bandwidth = copy_bandwidth(args.rounds)
+    timings, rows = [], []
+    for shape in tqdm(SHAPES, unit="shape", disable=None):
+        chosen = chosen_splits(shape)
+        every = [1 << i for i in range(8) if shape.seq_len >> i >= 64]
+        for splits in every if args.sweep else [chosen]:
+            taken = time_shape(shape, splits, args.rounds)
+            share = shape.num_bytes / taken / bandwidth
+            timings.append({**asdict(shape), "splits": splits, "chosen": splits == chosen, "s": taken, "share": share})
+            rows.append(
+                [
+                    f"{shape.num_rows} x {shape.seq_len:,}, head {shape.head_dim}",
+                    f"{splits}{' *' if splits == chosen else ''}",
+                    number(taken * 1e6),
+                    number(shape.num_bytes / taken / 1e9, 0),
+                    number(100 * share, 0, " %"),
+                    "" if shape.target is None else number(100 * shape.target, 0, " %"),
+                ]
+            )
+    print(f"\n{environment.headline(result['environment'])}\ncopy: {bandwidth / 1e9:,.0f} GB/s\n")
+    print(markdown_table(["sequences x tokens", "splits", "us", "GB/s", "of the copy", "target"], rows))
+    result |= {"checks": checks, "copy_bytes_per_s": bandwidth, "timings": timings}
+    environment.write_json(args.out, result)
+    print(f"\nWritten: {args.out}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

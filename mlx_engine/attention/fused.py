@@ -1,0 +1,260 @@
+"""The `fused` backend: decode rows read K/V through the block table in one kernel, which also stores their new K/V.
+
+The pools are written in place, behind MLX's back: no operation makes a new version of them, so none is ever copied.
+What reads or writes a pool after another does so by data flow: a layer's attention takes what the layer before gave,
+chunks are given what the kernel that stored them gave, and the indices of a step are computed from what the last layer
+of the step before gave. It has to be an argument of a kernel: a GPU runs kernels at once that share no array. The
+paths, counted by name:
+
+- `fused`: decode rows in the kernel, each row's tokens in one part.
+- `fused_split`: the same in several parts, put together by a second kernel.
+- `chunk_sdpa`: prefill chunks; stored by a kernel, then as in the `gather` backend.
+- `gather_sdpa`: layers whose heads the kernels don't take run as in the `gather` backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
+from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView
+from mlx_engine.attention.kernels import PagedKernels
+from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
+from mlx_engine.errors import ConfigError
+from mlx_engine.input_batch import InputBatch, IntArray
+from mlx_engine.types import LayerKVSpec
+
+
+def kernels_run_here() -> bool:
+    """Whether MLX's default device is a GPU that the kernels have a dialect for."""
+    on_gpu = bool(mx.default_device().type == mx.DeviceType.gpu)
+    return on_gpu and (mx.metal.is_available() or mx.cuda.is_available())
+
+
+class FusedBackend(GatherBackend):
+    """K/V pools that kernels of ours read and write in place."""
+
+    def __init__(self) -> None:
+        super().__init__(decode="gather_sdpa")
+        self._supported: list[bool] = []
+        self._kernels: dict[tuple[int, LayerKVSpec], PagedKernels] = {}
+        self._dtype: mx.Dtype = mx.float32
+        self._last: list[mx.array] = []  # what the last layer of the latest step gave
+
+    def initialize(self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
+        """See AttentionBackend. Raises ConfigError where there is no GPU that the kernels run on."""
+        if not kernels_run_here():
+            raise ConfigError(
+                "engine.attention_backend is fused, whose kernels run on Metal and CUDA, and MLX's default device is "
+                f"{mx.default_device()}: set it to gather, or to auto"
+            )
+        super().initialize(layers, num_blocks, block_size, dtype)
+        self._dtype = dtype
+        self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype) for s in layers]
+
+    def begin_step(self, batch: InputBatch) -> list[PagedView]:
+        """See AttentionBackend."""
+        step = _make_step(batch, self._block_size, self._last)
+        gather = None if all(self._supported) else step.chunks or GatherStep(batch, self._block_size)
+        offset = mx.array(batch.positions)
+        self._last = []
+        views: list[PagedView] = []
+        for layer, fits in enumerate(self._supported):
+            if fits or gather is None:
+                views.append(_FusedView(self, step, layer, offset))
+            else:
+                views.append(GatherView(self, gather, layer, offset))
+        return views
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decode steps may be compiled: no layer gathers, whose shapes differ in each step."""
+        return all(self._supported)
+
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> list[PagedView]:
+        """The caches of a step of decode rows only, for a function that is compiled over these arrays."""
+        num_rows, width = block_tables.shape
+        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens)
+        offset = seq_lens - 1
+        return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
+
+    def follow(self, indices: mx.array) -> mx.array:
+        """The indices [B, ...] int32 of a compiled step, made to come after the step before."""
+        last, self._last = self._last, []
+        return indices + _zero_after(last) if last else indices
+
+    def lead(self, output: mx.array | None) -> None:
+        """What a compiled step gave, for the step after to follow."""
+        self._last = [] if output is None else [output]
+
+    def leads(self, output: mx.array | None) -> bool:
+        """Whether this is what the latest step gave."""
+        return output is not None and len(self._last) == 1 and self._last[0] is output
+
+    def state(self) -> list[mx.array]:
+        """See AttentionBackend."""
+        gathered = [
+            pool
+            for layer, fits in enumerate(self._supported)
+            if not fits
+            for pool in (self._keys[layer], self._values[layer])
+        ]
+        return gathered + self._last
+
+    def append(self, layer: int, step: FusedStep, keys: mx.array, values: mx.array) -> mx.array:
+        """Stores the keys and values [n, num_kv_heads, head_dim] of the step's chunks; see PagedKernels.append."""
+        if step.chunk_slots is None:
+            raise ValueError("the step has no chunks")
+        spec = self._layers[layer]
+        return self._layer_kernels(spec.num_kv_heads, spec).append(
+            keys, values, self._keys[layer], self._values[layer], step.chunk_slots
+        )
+
+    def attend_fused(
+        self,
+        layer: int,
+        step: FusedStep,
+        queries: mx.array,
+        new: tuple[mx.array, mx.array],
+        ticket: mx.array | None,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of queries [T, num_heads, 1, head_dim], same shape back; `new` are the decode rows' K/V."""
+        spec = self._layers[layer]
+        num_decodes = step.num_decodes
+        parts = []
+        if num_decodes:
+            kernels = self._layer_kernels(queries.shape[1], spec)
+            parts_per_row = kernels.num_heads // heads_per_group(kernels.num_heads // spec.num_kv_heads)
+            longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
+            splits = num_splits(num_decodes, parts_per_row, longest)
+            self._counts["fused" if splits == 1 else "fused_split"] += 1
+            out = kernels.decode(
+                queries[:num_decodes].squeeze(2),
+                *new,
+                self._keys[layer],
+                self._values[layer],
+                step.block_tables,
+                step.seq_lens,
+                scale=scale,
+                splits=splits,
+                window=window,
+                sinks=sinks,
+            )
+            parts.append(out[:, :, None])
+        if ticket is not None and step.chunks is not None:
+            kernels, after = self._layer_kernels(spec.num_kv_heads, spec), ticket
+            parts += self.attend_chunks(
+                step.chunks,
+                queries,
+                lambda context: kernels.collect(
+                    self._keys[layer], self._values[layer], context.block_table, context.num_tokens, after
+                ),
+                scale,
+                window,
+                sinks,
+            )
+        out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+        # All the layers before come before it.
+        self._last = [out] if ticket is None else [out, ticket]
+        return out
+
+    def _layer_kernels(self, num_heads: int, spec: LayerKVSpec) -> PagedKernels:
+        key = (num_heads, spec)
+        if key not in self._kernels:
+            self._kernels[key] = PagedKernels(
+                num_heads, spec.num_kv_heads, spec.key_head_dim, spec.value_head_dim, self._block_size, self._dtype
+            )
+        return self._kernels[key]
+
+
+@dataclass(slots=True)
+class FusedStep:
+    """A step's indices on the device. Decode rows come first."""
+
+    num_decodes: int
+    max_decode_len: int  # tokens that the longest decode row may see, at least
+    block_tables: mx.array  # [num_decodes, P]
+    seq_lens: mx.array  # [num_decodes], the new token included
+    chunk_slots: mx.array | None = None  # [T - num_decodes] of the pool
+    chunks: GatherStep | None = None
+
+
+def _make_step(batch: InputBatch, block_size: int, after: Sequence[mx.array]) -> FusedStep:
+    tables, lens = decode_tables(batch, batch.num_decode_rows, None)
+    num_decodes = batch.num_decode_rows
+    arrays = [mx.array(tables), mx.array(lens), mx.array(batch.slot_mapping[num_decodes:])]
+    if after:
+        zero = _zero_after(after)
+        arrays = [array + zero for array in arrays]
+    step = FusedStep(num_decodes, int(lens.max(initial=0)), arrays[0], arrays[1])
+    if batch.prefill_chunks:
+        step.chunk_slots, step.chunks = arrays[2], GatherStep(batch, block_size)
+    return step
+
+
+def _zero_after(arrays: Sequence[mx.array]) -> mx.array:
+    """A zero that is computed from these arrays, for the indices of a step whose kernels must come after them."""
+    parts = [array.reshape(-1)[:1].view(mx.uint8)[:1] & 0 for array in arrays]
+    return sum(parts[1:], parts[0]).astype(mx.int32)
+
+
+def decode_tables(batch: InputBatch, num_rows: int, width: int | None) -> tuple[IntArray, IntArray]:
+    """Block tables [num_rows, width], padded with the scratch block, and lengths [num_rows] of the decode rows.
+
+    In the rows' order; rows beyond the batch's are padding of length 0. width None is that of the longest.
+    """
+    if width is None:
+        width = max((group.block_tables.shape[1] for group in batch.decode_groups), default=0)
+    tables = np.zeros((num_rows, width), np.int32)
+    lens = np.zeros(num_rows, np.int32)
+    for group in batch.decode_groups:
+        tables[group.rows, : group.block_tables.shape[1]] = group.block_tables
+        lens[group.rows] = group.seq_lens
+    return tables, lens
+
+
+class _FusedView(PagedView):
+    """One layer's cache for one step."""
+
+    __slots__ = ("_backend", "_layer", "_new", "_step", "_ticket")
+
+    def __init__(self, backend: FusedBackend, step: FusedStep, layer: int, offset: mx.array) -> None:
+        self.offset = offset
+        self._backend = backend
+        self._step = step
+        self._layer = layer
+        self._new: tuple[mx.array, mx.array] | None = None
+        self._ticket: mx.array | None = None
+
+    @property
+    def _window(self) -> int | None:
+        return self._backend._layers[self._layer].sliding_window
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> PagedMask:
+        return PagedMask(narrower(window_size, self._window))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        num_decodes = self._step.num_decodes
+        flat_keys, flat_values = keys.squeeze(2), values.squeeze(2)
+        if num_decodes < keys.shape[0]:
+            self._ticket = self._backend.append(
+                self._layer, self._step, flat_keys[num_decodes:], flat_values[num_decodes:]
+            )
+        self._new = flat_keys[:num_decodes], flat_values[:num_decodes]
+        return keys, values
+
+    def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
+        if self._new is None:
+            raise ValueError("attends before it has stored the step's keys and values")
+        window = narrower(mask.window, self._window)
+        return self._backend.attend_fused(
+            self._layer, self._step, queries, self._new, self._ticket, scale, window, sinks
+        )

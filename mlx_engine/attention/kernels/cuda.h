@@ -1,0 +1,76 @@
+// The words of the kernels' common text, in CUDA.
+#define QUIRE_SHARED __shared__
+#define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
+#define QUIRE_UNROLL _Pragma("unroll")
+#define QUIRE_BARRIER() __syncthreads()
+#define QUIRE_LANE int(threadIdx.x % 32)
+#define QUIRE_WARP int(threadIdx.x / 32)
+#define QUIRE_THREAD int(threadIdx.x)
+#define QUIRE_THREADS int(blockDim.x)
+#define QUIRE_GROUP_X int(blockIdx.x)
+#define QUIRE_GROUP_Y int(blockIdx.y)
+#define QUIRE_GROUP_Z int(blockIdx.z)
+#define QUIRE_GROUPS_X int(gridDim.x)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace quire {
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+typedef uint4 Raw;
+
+template <typename T>
+__device__ inline Raw load16(const T* source) {
+  return *reinterpret_cast<const uint4*>(source);
+}
+
+template <typename T>
+__device__ inline void store16(T* target, Raw raw) {
+  *reinterpret_cast<uint4*>(target) = raw;
+}
+
+__device__ inline Raw zero16() { return make_uint4(0, 0, 0, 0); }
+
+template <typename T>
+struct Piece;
+
+template <>
+struct Piece<float> {
+  __device__ static inline void unpack(Raw raw, float (&out)[4]) {
+    out[0] = __uint_as_float(raw.x);
+    out[1] = __uint_as_float(raw.y);
+    out[2] = __uint_as_float(raw.z);
+    out[3] = __uint_as_float(raw.w);
+  }
+};
+
+template <>
+struct Piece<__nv_bfloat16> {
+  __device__ static inline void unpack(Raw raw, float (&out)[8]) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int i = 0; i < 4; ++i) {
+      out[2 * i] = __uint_as_float(words[i] << 16);
+      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+};
+
+template <>
+struct Piece<__half> {
+  __device__ static inline void unpack(Raw raw, float (&out)[8]) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    }
+  }
+};
+
+__device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+__device__ inline float exp2(float x) { return exp2f(x); }
+__device__ inline float tanh(float x) { return tanhf(x); }
+
+}  // namespace quire

@@ -1,0 +1,65 @@
+// The words of the kernels' common text on the host, where `simt.h` runs threadgroups. For tests: arithmetic, not speed.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "half_types.h"
+#include "simt.h"
+
+#define QUIRE_SHARED static thread_local
+#define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
+#define QUIRE_UNROLL
+#define QUIRE_BARRIER() simt::Threadgroup::current_group()->barrier()
+#define QUIRE_LANE (simt::Threadgroup::current_group()->index() % 32)
+#define QUIRE_WARP (simt::Threadgroup::current_group()->index() / 32)
+#define QUIRE_THREAD (simt::Threadgroup::current_group()->index())
+#define QUIRE_THREADS int(simt::place().threads.x)
+#define QUIRE_GROUP_X int(simt::place().group.x)
+#define QUIRE_GROUP_Y int(simt::place().group.y)
+#define QUIRE_GROUP_Z int(simt::place().group.z)
+#define QUIRE_GROUPS_X int(simt::place().groups.x)
+
+namespace quire {
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+using half_types::bfloat16;
+using half_types::float16;
+
+struct Raw {
+  uint32_t words[4];
+};
+
+template <typename T>
+Raw load16(const T* source) {
+  Raw raw;
+  std::memcpy(&raw, source, 16);
+  return raw;
+}
+
+template <typename T>
+void store16(T* target, Raw raw) {
+  std::memcpy(target, &raw, 16);
+}
+
+inline Raw zero16() { return Raw{{0, 0, 0, 0}}; }
+
+template <typename T>
+struct Piece {
+  static void unpack(Raw raw, float (&out)[16 / sizeof(T)]) {
+    T values[16 / sizeof(T)];
+    std::memcpy(values, &raw, 16);
+    for (size_t i = 0; i < 16 / sizeof(T); ++i) {
+      out[i] = float(values[i]);
+    }
+  }
+};
+
+inline float shuffle_xor(float value, int mask) {
+  return simt::Threadgroup::current_group()->shuffle_xor(value, mask);
+}
+inline float exp2(float x) { return std::exp2(x); }
+inline float tanh(float x) { return std::tanh(x); }
+
+}  // namespace quire

@@ -1,0 +1,266 @@
+"""Calls the paged-attention kernels on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+Dialect = Literal["metal", "cuda", "host"]
+
+_FOLDER = Path(__file__).parent
+_LOG2_E = math.log2(math.e)
+
+# Warps of a threadgroup of `decode`, how often each reads before it computes, and threads of one of the others.
+DECODE_WARPS = 4
+DECODE_UNROLL = 4
+_THREADS = 128
+# Query heads that one threadgroup takes at most: their queries and sums fill its registers.
+_MAX_HEADS = 8
+# mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
+_MIN_SIZE = 8
+# Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
+# the second kernel costs what the first one saves.
+_WANTED_GROUPS = 1024
+_MIN_TOKENS = 256
+_WHOLE_TOKENS = 1024
+_MAX_SPLITS = 128
+_MAX_COPY_GROUPS = 256
+
+_INPUTS = (
+    "queries",
+    "new_keys",
+    "new_values",
+    "key_pool",
+    "value_pool",
+    "block_tables",
+    "seq_lens",
+    "params",
+    "sinks",
+)
+# Name: files of the text, inputs, outputs.
+KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "decode": (("decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_split": (("decode.inc", "decode_split.inc"), _INPUTS[:-1], ("partial_sums", "partial_stats")),
+    "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
+    "append": (
+        ("append.inc",),
+        ("new_keys", "new_values", "key_pool", "value_pool", "slots"),
+        ("ticket",),
+    ),
+    "collect": (
+        ("collect.inc",),
+        ("key_pool", "value_pool", "block_table", "length", "after"),
+        ("keys", "values"),
+    ),
+}
+
+
+@functools.cache
+def kernel_text(name: str, dialect: Dialect) -> str:
+    """The body of a kernel: the same for every dialect, but for what Metal needs before it."""
+    files = [*(["metal_prelude.inc"] if dialect == "metal" else []), *KERNELS[name][0]]
+    return _compact("".join((_FOLDER / file).read_text() for file in files))
+
+
+@functools.cache
+def dialect_header(dialect: Dialect) -> str:
+    """What goes before a kernel of this dialect."""
+    return _compact((_FOLDER / f"{dialect}.h").read_text())
+
+
+def _compact(text: str) -> str:
+    """The text without comments and indentation: MLX hashes a kernel's source each time that it runs."""
+    lines = (re.sub(r"\s*//.*", "", line).strip() for line in text.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    _, inputs, outputs = KERNELS[name]
+    dialect: Dialect = "metal" if mx.metal.is_available() else "cuda"
+    make = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=f"quire_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=kernel_text(name, dialect),
+        header=dialect_header(dialect),
+        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes.
+        ensure_row_contiguous=False,
+    )
+
+
+def heads_per_group(group: int) -> int:
+    """Query heads of `group` that one threadgroup takes: the largest part of them that its registers hold."""
+    return max(heads for heads in range(1, min(group, _MAX_HEADS) + 1) if group % heads == 0)
+
+
+def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
+    """Into how many parts to split each row's tokens, a power of two: enough threadgroups, none with hardly a token."""
+    if max_len <= _WHOLE_TOKENS:
+        return 1
+    wanted = min(_WANTED_GROUPS // max(num_rows * num_parts, 1), max_len // _MIN_TOKENS, _MAX_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKernels:
+    """The kernels for layers of one shape."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    block_size: int
+    dtype: mx.Dtype  # of queries, keys, values, the pool and the output
+
+    @staticmethod
+    def supports(key_head_dim: int, value_head_dim: int, dtype: mx.Dtype) -> bool:
+        """Whether the kernels take heads of these sizes."""
+        if dtype not in (mx.float32, mx.float16, mx.bfloat16):
+            return False
+        elements = 16 // dtype.size
+        return all(dim % elements == 0 and 0 < dim <= 256 for dim in (key_head_dim, value_head_dim))
+
+    def decode(
+        self,
+        queries: mx.array,
+        new_keys: mx.array,
+        new_values: mx.array,
+        key_pool: mx.array,
+        value_pool: mx.array,
+        block_tables: mx.array,
+        seq_lens: mx.array,
+        *,
+        scale: float,
+        splits: int,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Puts each row's key and value into the pool, and attends to its sequence through the block table.
+
+        queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], pools [num_blocks,
+        num_kv_heads, block_size, head_dim], block_tables [B, P] int32, seq_lens [B] int32 with the new token counted;
+        a row of length 0 is padding and gives 0. Returns [B, num_heads, value_head_dim]. The pools are written in
+        place: a kernel that reads them later must be given something that was computed from the result.
+        """
+        num_rows = queries.shape[0]
+        group = self.num_heads // self.num_kv_heads
+        heads = heads_per_group(group)
+        params = mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (_MIN_SIZE - 2)])
+        inputs = [queries, new_keys, new_values, key_pool, value_pool, _padded(block_tables), _padded(seq_lens), params]
+        sink_array = params if sinks is None else _padded(sinks)
+        template = [
+            ("T", self.dtype),
+            ("D", self.key_head_dim),
+            ("DV", self.value_head_dim),
+            ("NUM_KV_HEADS", self.num_kv_heads),
+            ("GROUP", group),
+            ("HEADS", heads),
+            ("BLOCK_SIZE", self.block_size),
+            ("WINDOW", window or 0),
+            ("WARPS", DECODE_WARPS),
+            ("UNROLL", DECODE_UNROLL),
+        ]
+        threads = 32 * DECODE_WARPS
+        grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
+        shape = (num_rows, self.num_heads, self.value_head_dim)
+        if splits == 1:
+            out: mx.array = _kernel("decode")(
+                inputs=[*inputs, sink_array],
+                template=[*template, ("SINKS", sinks is not None)],
+                grid=grid,
+                threadgroup=(threads, 1, 1),
+                output_shapes=[shape],
+                output_dtypes=[self.dtype],
+            )[0]
+            return out
+        sums, stats = _kernel("decode_split")(
+            inputs=inputs,
+            template=template,
+            grid=grid,
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(*shape[:2], splits, self.value_head_dim), (*shape[:2], splits, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        combined: mx.array = _kernel("combine")(
+            inputs=[sums, stats, sink_array],
+            template=[
+                ("T", self.dtype),
+                ("DV", self.value_head_dim),
+                ("NUM_HEADS", self.num_heads),
+                ("SINKS", sinks is not None),
+            ],
+            grid=(_THREADS, self.num_heads, num_rows),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[self.dtype],
+        )[0]
+        return combined
+
+    def append(
+        self, new_keys: mx.array, new_values: mx.array, key_pool: mx.array, value_pool: mx.array, slots: mx.array
+    ) -> mx.array:
+        """Puts keys and values [n, num_kv_heads, head_dim] into the pool at slots [n] int32.
+
+        A slot is block * block_size + offset. Returns a ticket [8] of zeros, for `collect`.
+        """
+        ticket: mx.array = _kernel("append")(
+            inputs=[new_keys, new_values, key_pool, value_pool, _padded(slots)],
+            template=[
+                ("T", self.dtype),
+                ("D", self.key_head_dim),
+                ("DV", self.value_head_dim),
+                ("NUM_KV_HEADS", self.num_kv_heads),
+                ("BLOCK_SIZE", self.block_size),
+            ],
+            grid=(32, self.num_kv_heads, new_keys.shape[0]),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(_MIN_SIZE,)],
+            output_dtypes=[mx.int32],
+        )[0]
+        return ticket
+
+    def collect(
+        self, key_pool: mx.array, value_pool: mx.array, block_table: mx.array, num_tokens: int, after: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The first tokens of a sequence: keys and values [num_kv_heads, num_tokens, head_dim].
+
+        block_table [P] int32, whose first block holds the first of them; after [8] is the ticket of what stored them.
+        It is an argument of the kernel, since a GPU runs kernels at the same time that share no array: an order of
+        evaluation alone (`mx.depends`) would not keep them apart.
+        """
+        pieces = num_tokens * max(self.key_head_dim, self.value_head_dim) * self.dtype.size // 16
+        keys, values = _kernel("collect")(
+            inputs=[key_pool, value_pool, _padded(block_table), mx.full((_MIN_SIZE,), num_tokens, mx.int32), after],
+            template=[
+                ("T", self.dtype),
+                ("D", self.key_head_dim),
+                ("DV", self.value_head_dim),
+                ("NUM_KV_HEADS", self.num_kv_heads),
+                ("BLOCK_SIZE", self.block_size),
+            ],
+            grid=(min(-(-pieces // _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[
+                (self.num_kv_heads, num_tokens, self.key_head_dim),
+                (self.num_kv_heads, num_tokens, self.value_head_dim),
+            ],
+            output_dtypes=[self.dtype, self.dtype],
+        )
+        return keys, values
+
+
+def _padded(array: mx.array) -> mx.array:
+    """The array with at least _MIN_SIZE elements; its rows stay where they are."""
+    if array.size >= _MIN_SIZE:
+        return array
+    width = [(0, 0)] * (array.ndim - 1) + [(0, _MIN_SIZE)]
+    return mx.pad(array, width)

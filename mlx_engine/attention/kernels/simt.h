@@ -1,0 +1,161 @@
+// Runs a threadgroup of a GPU kernel on one thread of the host: every lane is a fiber, and gives way to the next where
+// lanes meet (barriers, shuffles). A kernel whose lanes don't all arrive at a meeting is reported, not left hanging.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace simt {
+
+struct Dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+class Threadgroup {
+ public:
+  // Calls kernel() once for each of num_threads lanes; false if lanes waited for others that had ended.
+  bool run(int num_threads, const std::function<void()>& kernel) {
+    kernel_ = &kernel;
+    fibers_.assign(num_threads, Fiber{});
+    exchange_.assign(2 * num_threads, 0.0f);
+    if (int(stacks_.size()) < num_threads) {
+      stacks_.resize(num_threads, std::vector<char>(kStackBytes));
+    }
+    for (int i = 0; i < num_threads; ++i) {
+      getcontext(&fibers_[i].context);
+      fibers_[i].context.uc_stack.ss_sp = stacks_[i].data();
+      fibers_[i].context.uc_stack.ss_size = kStackBytes;
+      fibers_[i].context.uc_link = &scheduler_;
+      makecontext(&fibers_[i].context, reinterpret_cast<void (*)()>(&Threadgroup::enter), 0);
+    }
+    current_group() = this;
+    for (int left = num_threads; left > 0;) {
+      bool moved = false;
+      for (int i = 0; i < num_threads; ++i) {
+        if (fibers_[i].state != State::kReady) {
+          continue;
+        }
+        moved = true;
+        lane_ = i;
+        swapcontext(&scheduler_, &fibers_[i].context);
+        left -= fibers_[i].state == State::kEnded;
+      }
+      moved |= release_warps();
+      if (!moved && !release_barrier()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  int index() const { return lane_; }
+
+  void barrier() { wait(State::kAtBarrier); }
+
+  float shuffle_xor(float value, int mask) {
+    // Two places a lane, taken in turn: a fast lane may be at the next shuffle while a slow one still reads.
+    Fiber& fiber = fibers_[lane_];
+    const int turn = fiber.num_shuffles++ % 2;
+    exchange_[2 * lane_ + turn] = value;
+    const int lane = lane_;
+    wait(State::kAtShuffle);
+    return exchange_[2 * (lane ^ mask) + turn];
+  }
+
+  static Threadgroup*& current_group() {
+    static thread_local Threadgroup* group = nullptr;
+    return group;
+  }
+
+ private:
+  static constexpr size_t kStackBytes = 256 << 10;
+  enum class State { kReady, kAtShuffle, kAtBarrier, kEnded };
+  struct Fiber {
+    ucontext_t context;
+    State state = State::kReady;
+    int num_shuffles = 0;
+  };
+
+  static void enter() {
+    Threadgroup* group = current_group();
+    (*group->kernel_)();
+    group->fibers_[group->lane_].state = State::kEnded;
+  }
+
+  void wait(State state) {
+    const int lane = lane_;
+    fibers_[lane].state = state;
+    swapcontext(&fibers_[lane].context, &scheduler_);
+  }
+
+  // A warp goes on when all its 32 lanes are at a shuffle.
+  bool release_warps() {
+    bool any = false;
+    for (size_t first = 0; first < fibers_.size(); first += 32) {
+      const size_t end = std::min(first + 32, fibers_.size());
+      bool all = end - first == 32;
+      for (size_t i = first; i < end; ++i) {
+        all = all && fibers_[i].state == State::kAtShuffle &&
+              fibers_[i].num_shuffles == fibers_[first].num_shuffles;
+      }
+      for (size_t i = first; all && i < end; ++i) {
+        fibers_[i].state = State::kReady;
+        any = true;
+      }
+    }
+    return any;
+  }
+
+  bool release_barrier() {
+    for (const Fiber& fiber : fibers_) {
+      if (fiber.state != State::kAtBarrier) {
+        return false;
+      }
+    }
+    for (Fiber& fiber : fibers_) {
+      fiber.state = State::kReady;
+    }
+    return true;
+  }
+
+  const std::function<void()>* kernel_ = nullptr;
+  std::vector<Fiber> fibers_;
+  std::vector<std::vector<char>> stacks_;
+  std::vector<float> exchange_;
+  ucontext_t scheduler_;
+  int lane_ = 0;
+};
+
+struct Place {
+  Dim3 group, groups, threads;
+};
+
+inline Place& place() {
+  static thread_local Place here;
+  return here;
+}
+
+// Runs kernel() over grid (in threads, as MLX counts it) in threadgroups; false where lanes don't meet.
+inline bool launch(Dim3 grid, Dim3 threads, const std::function<void()>& kernel) {
+  Place& here = place();
+  here.threads = threads;
+  here.groups = {(grid.x + threads.x - 1) / threads.x, grid.y, grid.z};
+  Threadgroup group;
+  for (unsigned z = 0; z < here.groups.z; ++z) {
+    for (unsigned y = 0; y < here.groups.y; ++y) {
+      for (unsigned x = 0; x < here.groups.x; ++x) {
+        here.group = {x, y, z};
+        if (!group.run(int(threads.x), kernel)) {
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace simt

@@ -1,0 +1,116 @@
+"""Steps of decode rows only, as functions that MLX compiles over a few fixed shapes.
+
+A pool never grows, so the shapes of such a step are those of its batch and its block tables. Both are rounded up: a few
+dozen shapes cover all steps, and the graph of each is built once instead of in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_engine.attention.fused import decode_tables
+from mlx_engine.input_batch import InputBatch
+from mlx_engine.interfaces import LayerKVView
+from mlx_engine.paged_model import PagedModel
+
+_MIN_TABLE_WIDTH = 8
+
+
+class CompilableBackend(Protocol):
+    """An attention backend whose decode steps have nothing but arrays of fixed shapes."""
+
+    compiles: bool
+
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> Sequence[LayerKVView]:
+        """The caches of a step of decode rows: block tables [B, P], lengths [B] with the new token, 0 for padding."""
+
+    def follow(self, indices: mx.array) -> mx.array:
+        """The same indices, computed after all that the step before did to the pools."""
+
+    def lead(self, output: mx.array | None) -> None:
+        """Names what must be computed before the step after this one touches the pools."""
+
+    def leads(self, output: mx.array | None) -> bool:
+        """Whether this is what was named last, and no step has come since."""
+
+
+def row_bucket(num_rows: int) -> int:
+    """The fixed number of rows that a batch is padded to: a power of two, or three quarters of one."""
+    power = 1 << max(num_rows - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 16 and num_rows <= power * 3 // 4 else power
+
+
+def width_bucket(num_pages: int) -> int:
+    """The fixed width that block tables are padded to: a power of two."""
+    return max(_MIN_TABLE_WIDTH, 1 << max(num_pages - 1, 0).bit_length())
+
+
+class CompiledDecode:
+    """Runs decode steps through compiled functions."""
+
+    def __init__(self, model: PagedModel, backend: CompilableBackend, max_num_seqs: int, max_pages: int) -> None:
+        self._backend = backend
+        self._model = model
+        self._max_rows = row_bucket(max_num_seqs)
+        self._max_width = width_bucket(max_pages)
+        self._last_out: mx.array | None = None
+        self._no_samples = mx.zeros((self._max_rows,), mx.uint32)
+        self._greedy = mx.compile(self._sample_best)
+        self._logits = mx.compile(self._forward)
+
+    def takes(self, batch: InputBatch) -> bool:
+        """Whether this is a step of decode rows only, each of which gives a sample."""
+        return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self._max_rows
+
+    def padded(self, sampled: mx.array) -> mx.array:
+        """The samples with padding after them, as the next step takes them."""
+        missing = self._max_rows - sampled.shape[0]
+        return mx.pad(sampled, (0, missing)) if missing > 0 else sampled
+
+    def __call__(self, batch: InputBatch, last_sampled: mx.array | None, greedy: bool) -> mx.array:
+        """Token ids [rows] uint32 of a batch that it takes, or logits [rows, V]; rows beyond the batch's are padding.
+
+        last_sampled [max_rows] are the samples that batch.feedback indexes, as `padded` gives them.
+        """
+        if last_sampled is None:
+            last_sampled = self._no_samples
+        num_rows = row_bucket(batch.num_rows)
+        width = width_bucket(max(group.block_tables.shape[1] for group in batch.decode_groups))
+        tables, lens = decode_tables(batch, num_rows, width)
+        feedback = np.full(num_rows, -1, np.int32)
+        if batch.feedback is not None:
+            feedback[: batch.num_rows] = batch.feedback
+        tokens = np.zeros(num_rows, np.int32)
+        tokens[: batch.num_rows] = batch.token_ids
+        meta = mx.array(np.concatenate([tokens[:, None], feedback[:, None], lens[:, None], tables], axis=1))
+        # A compiled step before this one is followed already: last_sampled is computed from what it gave.
+        if not self._backend.leads(self._last_out):
+            meta = self._backend.follow(meta)
+        self._last_out = (self._greedy if greedy else self._logits)(meta, last_sampled)
+        self._backend.lead(self._last_out)
+        return self._last_out
+
+    def warm_up(self) -> Iterator[float]:
+        """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
+        rows = sorted({row_bucket(n) for n in range(1, self._max_rows + 1)})
+        widths = [1 << i for i in range(3, self._max_width.bit_length())]
+        shapes = [(n, width) for n in rows for width in widths]
+        for done, (num_rows, width) in enumerate(shapes, 1):
+            mx.eval(self._greedy(mx.zeros((num_rows, width + 3), mx.int32), self._no_samples))
+            # Tracing has left the trace's own arrays behind.
+            self._backend.lead(None)
+            yield done / len(shapes)
+
+    def _forward(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+        host, feedback, lens = (meta[:, i] for i in range(3))
+        fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
+        tokens = mx.where(feedback >= 0, fed_back, host)
+        views = self._backend.decode_views(mx.contiguous(meta[:, 3:]), mx.contiguous(lens))
+        return self._model(tokens, views, None)
+
+    def _sample_best(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+        return mx.argmax(self._forward(meta, last_sampled), axis=-1)
