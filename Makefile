@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal experiment compare docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -39,6 +39,9 @@ bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/m
 
 bench-kernels bench-metal:  ## on a GPU: the paged-attention kernels, right and how fast, into bench-results/kernels.json
 	$(UV_RUN) python -m loadtest.bench_kernels $(ARGS)
+
+bench-decode:  ## on a GPU: decode steps of the whole engine on random weights, into bench-results/decode.json
+	$(UV_RUN) python -m loadtest.bench_decode $(ARGS)
 
 # NAME is not taken from the environment: some systems set it to the machine's name.
 NAME = all

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_engine.attention.fused import decode_tables
-from mlx_engine.input_batch import InputBatch
+from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.paged_model import PagedModel
 
@@ -52,23 +52,25 @@ def width_bucket(num_pages: int) -> int:
 class CompiledDecode:
     """Runs decode steps through compiled functions."""
 
+    NUM_COLUMNS = 3  # of `indices`, before the block table
+
     def __init__(self, model: PagedModel, backend: CompilableBackend, max_num_seqs: int, max_pages: int) -> None:
         self._backend = backend
         self._model = model
-        self._max_rows = row_bucket(max_num_seqs)
-        self._max_width = width_bucket(max_pages)
+        self.max_rows = max(row_bucket(max_num_seqs), 8)
+        self.max_width = width_bucket(max_pages)
         self._last_out: mx.array | None = None
-        self._no_samples = mx.zeros((self._max_rows,), mx.uint32)
+        self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
         self._greedy = mx.compile(self._sample_best)
         self._logits = mx.compile(self._forward)
 
     def takes(self, batch: InputBatch) -> bool:
         """Whether this is a step of decode rows only, each of which gives a sample."""
-        return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self._max_rows
+        return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
 
     def padded(self, sampled: mx.array) -> mx.array:
         """The samples with padding after them, as the next step takes them."""
-        missing = self._max_rows - sampled.shape[0]
+        missing = self.max_rows - sampled.shape[0]
         return mx.pad(sampled, (0, missing)) if missing > 0 else sampled
 
     def __call__(self, batch: InputBatch, last_sampled: mx.array | None, greedy: bool) -> mx.array:
@@ -78,15 +80,8 @@ class CompiledDecode:
         """
         if last_sampled is None:
             last_sampled = self._no_samples
-        num_rows = row_bucket(batch.num_rows)
         width = width_bucket(max(group.block_tables.shape[1] for group in batch.decode_groups))
-        tables, lens = decode_tables(batch, num_rows, width)
-        feedback = np.full(num_rows, -1, np.int32)
-        if batch.feedback is not None:
-            feedback[: batch.num_rows] = batch.feedback
-        tokens = np.zeros(num_rows, np.int32)
-        tokens[: batch.num_rows] = batch.token_ids
-        meta = mx.array(np.concatenate([tokens[:, None], feedback[:, None], lens[:, None], tables], axis=1))
+        meta = mx.array(self.indices(batch, row_bucket(batch.num_rows), width))
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
@@ -94,22 +89,41 @@ class CompiledDecode:
         self._backend.lead(self._last_out)
         return self._last_out
 
+    @staticmethod
+    def indices(batch: InputBatch, num_rows: int, width: int) -> IntArray:
+        """A step's input [num_rows, NUM_COLUMNS + width]: token, sample to take or -1, length, block table."""
+        tables, lens = decode_tables(batch, num_rows, width)
+        out = np.empty((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
+        out[:, 0], out[:, 1], out[:, 2], out[:, 3:] = 0, -1, lens, tables
+        out[: batch.num_rows, 0] = batch.token_ids
+        if batch.feedback is not None:
+            out[: batch.num_rows, 1] = batch.feedback
+        return out
+
+    def best(self, indices: mx.array, last_sampled: mx.array) -> mx.array:
+        """The compiled greedy step on `indices` that are on the device already."""
+        out: mx.array = self._greedy(indices, last_sampled)
+        return out
+
+    def forget(self) -> None:
+        """Lets go of what tracing left behind: arrays of the trace, which no step must follow."""
+        self._backend.lead(None)
+
     def warm_up(self) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
-        rows = sorted({row_bucket(n) for n in range(1, self._max_rows + 1)})
-        widths = [1 << i for i in range(3, self._max_width.bit_length())]
+        rows = sorted({row_bucket(n) for n in range(1, self.max_rows + 1)})
+        widths = [1 << i for i in range(3, self.max_width.bit_length())]
         shapes = [(n, width) for n in rows for width in widths]
         for done, (num_rows, width) in enumerate(shapes, 1):
-            mx.eval(self._greedy(mx.zeros((num_rows, width + 3), mx.int32), self._no_samples))
-            # Tracing has left the trace's own arrays behind.
-            self._backend.lead(None)
+            mx.eval(self._greedy(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
+            self.forget()
             yield done / len(shapes)
 
     def _forward(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
         host, feedback, lens = (meta[:, i] for i in range(3))
         fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
         tokens = mx.where(feedback >= 0, fed_back, host)
-        views = self._backend.decode_views(mx.contiguous(meta[:, 3:]), mx.contiguous(lens))
+        views = self._backend.decode_views(mx.contiguous(meta[:, self.NUM_COLUMNS :]), mx.contiguous(lens))
         return self._model(tokens, views, None)
 
     def _sample_best(self, meta: mx.array, last_sampled: mx.array) -> mx.array:

@@ -9,6 +9,7 @@ Rows are tokens. Sequences that run one token come first (the decode rows), pref
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,30 +72,30 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     """
     decodes = [seq for seq in output.sequences if seq.num_tokens == 1]
     chunks = [seq for seq in output.sequences if seq.num_tokens > 1]
-    ordered = decodes + chunks
-    num_rows = output.num_tokens
+    num_decodes, num_rows = len(decodes), output.num_tokens
     token_ids = np.zeros(num_rows, np.int32)
     feedback = np.full(num_rows, -1, np.int32)
     positions = np.empty(num_rows, np.int32)
     slots = np.empty(num_rows, np.int32)
-    source = {request_id: i for i, request_id in enumerate(last_samples)}
-    tables = [np.asarray(seq.block_table, np.int32) for seq in ordered]
-    sample_rows, samples, prefill = [], [], []
-    row = 0
-    for seq, table in zip(ordered, tables, strict=True):
+    # All decode rows at once: with hundreds of them a loop over rows costs more than the step itself.
+    token_ids[:num_decodes] = [seq.token_ids[0] if seq.token_ids else 0 for seq in decodes]
+    feedback[:num_decodes] = _feedback(decodes, last_samples)
+    starts = positions[:num_decodes]
+    starts[:] = [seq.start for seq in decodes]
+    tables = _padded_tables(decodes, starts // block_size + 1)
+    slots[:num_decodes] = tables[np.arange(num_decodes), starts // block_size] * block_size + starts % block_size
+    sample_rows = [row for row, seq in enumerate(decodes) if seq.samples]
+    samples = [seq for seq in decodes if seq.samples]
+    prefill = []
+    row = num_decodes
+    for seq in chunks:
         end = row + seq.num_tokens
-        if seq.token_ids:
-            token_ids[row:end] = seq.token_ids
-        elif seq.request_id in source:
-            feedback[row] = source[seq.request_id]
-        else:
-            raise ValueError(f"no token for {seq.request_id} at position {seq.start}")
+        token_ids[row:end] = seq.token_ids
         where = np.arange(seq.start, seq.start + seq.num_tokens, dtype=np.int32)
         positions[row:end] = where
+        table = np.asarray(seq.block_table[: cdiv(seq.start + seq.num_tokens, block_size)], np.int32)
         slots[row:end] = table[where // block_size] * block_size + where % block_size
-        if seq.num_tokens > 1:
-            used = cdiv(seq.start + seq.num_tokens, block_size)
-            prefill.append(PrefillChunk(row, seq.num_tokens, seq.start, table[:used]))
+        prefill.append(PrefillChunk(row, seq.num_tokens, seq.start, table))
         if seq.samples:
             sample_rows.append(end - 1)
             samples.append(seq)
@@ -104,20 +105,38 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         feedback=feedback if (feedback >= 0).any() else None,
         positions=positions,
         slot_mapping=slots,
-        decode_groups=_group_decodes(decodes, tables, block_size),
-        num_decode_rows=len(decodes),
+        decode_groups=_group_decodes(tables, starts + 1, block_size),
+        num_decode_rows=num_decodes,
         prefill_chunks=tuple(prefill),
         sample_rows=np.asarray(sample_rows, np.int32),
         samples=tuple(samples),
     )
 
 
-def _group_decodes(
-    decodes: Sequence[ScheduledSequence], tables: Sequence[IntArray], block_size: int
-) -> tuple[DecodeGroup, ...]:
+def _feedback(decodes: Sequence[ScheduledSequence], last_samples: Sequence[str]) -> list[int]:
+    """Which of the last samples each row's token is, -1 where the host has it."""
+    source = {request_id: i for i, request_id in enumerate(last_samples)}
+    indices = [-1 if seq.token_ids else source.get(seq.request_id, -2) for seq in decodes]
+    if -2 in indices:
+        seq = decodes[indices.index(-2)]
+        raise ValueError(f"no token for {seq.request_id} at position {seq.start}")
+    return indices
+
+
+def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntArray:
+    """[B, P] the first `used` blocks of each table, padded with the scratch block."""
+    width = int(used.max(initial=0))
+    out = np.zeros((len(decodes), width), np.int32)
+    counts = used.tolist()
+    flat = itertools.chain.from_iterable(seq.block_table[:count] for seq, count in zip(decodes, counts, strict=True))
+    out[np.arange(width) < used[:, None]] = np.fromiter(flat, np.int32, sum(counts))
+    return out
+
+
+def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tuple[DecodeGroup, ...]:
     """Splits decode rows where padding to the longest would more than double the work."""
-    used = [cdiv(seq.start + 1, block_size) for seq in decodes]
-    order = sorted(range(len(decodes)), key=used.__getitem__)
+    used = ((seq_lens + block_size - 1) // block_size).tolist()
+    order = sorted(range(len(used)), key=used.__getitem__)
     groups = []
     while order:
         # The longest, and all that are at least half as long; a few short stragglers ride along.
@@ -125,15 +144,6 @@ def _group_decodes(
         cut = next(i for i, row in enumerate(order) if 2 * used[row] >= longest)
         if sum(longest - used[row] for row in order[:cut]) <= longest:
             cut = 0
-        rows, order = sorted(order[cut:]), order[:cut]
-        block_tables = np.zeros((len(rows), longest), np.int32)
-        for i, row in enumerate(rows):
-            block_tables[i, : used[row]] = tables[row][: used[row]]
-        groups.append(
-            DecodeGroup(
-                rows=np.asarray(rows, np.int32),
-                block_tables=block_tables,
-                seq_lens=np.asarray([decodes[row].start + 1 for row in rows], np.int32),
-            )
-        )
+        rows, order = np.asarray(sorted(order[cut:]), np.int32), order[:cut]
+        groups.append(DecodeGroup(rows=rows, block_tables=tables[rows, :longest], seq_lens=seq_lens[rows]))
     return tuple(groups)

@@ -9,8 +9,10 @@ import mlx.core as mx
 
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.input_batch import InputBatch, build_input_batch
-from mlx_engine.interfaces import AttentionBackend
+from mlx_engine.interfaces import AttentionBackend, StepHandle
+from mlx_engine.native.graphs import Fetch
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.recorded_decode import RecordedDecode
 from mlx_engine.sampler import build_sampling_batch, sample
 from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
 
@@ -45,11 +47,30 @@ class MLXStepHandle:
         return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=False)))
 
 
+class FetchedStepHandle:
+    """A step that is on its way already, and whose samples come by themselves."""
+
+    __slots__ = ("_fetch", "_request_ids", "_step")
+
+    def __init__(self, step: int, request_ids: list[str], fetch: Fetch) -> None:
+        self._step = step
+        self._request_ids = request_ids
+        self._fetch = fetch
+
+    def launch(self) -> None:
+        """See StepHandle."""
+
+    def wait(self) -> ModelRunnerOutput:
+        """See StepHandle."""
+        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, self._fetch.wait(), strict=False)))
+
+
 class MLXModelRunner:
     """The ModelRunner for mlx-lm models.
 
     With `compiled`, steps of decode rows only run as compiled functions, and every step is handed to the device as soon
-    as it is built: the backend's pools are written in place, in an order that data flow keeps.
+    as it is built: the backend's pools are written in place, in an order that data flow keeps. With `recorded` the
+    greedy ones of them are launched from recordings, and all samples go through its array.
     """
 
     def __init__(
@@ -60,29 +81,43 @@ class MLXModelRunner:
         block_size: int,
         vocab_size: int,
         compiled: CompiledDecode | None = None,
+        recorded: RecordedDecode | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._compiled = compiled
+        self._recorded = recorded
         self._last_sampled: mx.array | None = None
         self._last_request_ids: list[str] = []
         self._counts: Counter[str] = Counter()
 
     def warm_up(self) -> Iterator[float]:
         """Compiles what can be compiled; yields the share that is done."""
-        if self._compiled is not None:
+        if self._recorded is not None:
+            yield from self._recorded.warm_up()
+        elif self._compiled is not None:
             yield from self._compiled.warm_up()
 
-    def execute_model(self, output: SchedulerOutput) -> MLXStepHandle:
+    def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """See ModelRunner."""
         batch = build_input_batch(output, self._block_size, self._last_request_ids)
         request_ids = [seq.request_id for seq in batch.samples]
+        recorded = self._recorded
+        if recorded is not None and recorded.takes(batch):
+            self._counts["recorded"] += 1
+            self._last_sampled, self._last_request_ids = recorded.samples, request_ids
+            return FetchedStepHandle(output.step, request_ids, recorded.launch(batch))
         if self._compiled is not None and self._compiled.takes(batch):
             sampled: mx.array | None = self._run_compiled(self._compiled, batch)
         else:
             sampled = self._run(batch)
+        if recorded is not None and sampled is not None:
+            self._last_sampled, self._last_request_ids = recorded.samples, request_ids
+            return FetchedStepHandle(
+                output.step, request_ids, recorded.publish(sampled.astype(mx.uint32), *self._backend.state())
+            )
         if self._compiled is not None and sampled is not None:
             sampled = self._compiled.padded(sampled)
         self._last_sampled, self._last_request_ids = sampled, request_ids

@@ -23,7 +23,9 @@ from mlx_engine.models.embedded import served_name
 from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
 from mlx_engine.models.resolve import resolve_model
 from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
+from mlx_engine.native.graphs import load_graphs
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.recorded_decode import RecordedDecode
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo, cdiv
 from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
@@ -132,7 +134,12 @@ def _assemble(
         max_tokens = min(scheduler.max_total_tokens, max_model_len)
         compiled = CompiledDecode(model, backend, config.max_num_seqs, cdiv(max_tokens, config.block_size))
     runner = MLXModelRunner(
-        model, backend, block_size=config.block_size, vocab_size=loaded.vocab_size, compiled=compiled
+        model,
+        backend,
+        block_size=config.block_size,
+        vocab_size=loaded.vocab_size,
+        compiled=compiled,
+        recorded=_recorded_decode(config, compiled),
     )
     for fraction in runner.warm_up():
         report("warm_up", fraction)
@@ -173,6 +180,17 @@ def _native_library(config: EngineConfig) -> NativeLibrary | None:
                 "engine runs on OpenBLAS instead"
             ) from error
         logger.warning("linear layers run on OpenBLAS, about half as fast; no native CPU library: %s", error)
+        return None
+
+
+def _recorded_decode(config: EngineConfig, compiled: CompiledDecode | None) -> RecordedDecode | None:
+    """Recordings of compiled steps, where CUDA and a C++ compiler are there."""
+    if compiled is None or not config.record_decode or not mx.cuda.is_available():
+        return None
+    try:
+        return RecordedDecode(compiled, load_graphs(), config.block_size)
+    except NativeUnavailable as error:
+        logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
         return None
 
 

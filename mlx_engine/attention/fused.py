@@ -24,7 +24,7 @@ import numpy as np
 from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
 from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView
 from mlx_engine.attention.kernels import PagedKernels
-from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
+from mlx_engine.attention.kernels.paged import MIN_TOKENS, heads_per_group, num_splits
 from mlx_engine.errors import ConfigError
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.types import LayerKVSpec
@@ -145,6 +145,8 @@ class FusedBackend(GatherBackend):
                 step.seq_lens,
                 scale=scale,
                 splits=splits,
+                # Of a compiled step the longest row is not known.
+                min_span=MIN_TOKENS,
                 window=window,
                 sinks=sinks,
             )

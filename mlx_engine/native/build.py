@@ -1,4 +1,4 @@
-"""Compiles the native library for this machine's processor, once."""
+"""Compiles our MLX extensions for this machine, once each."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from mlx_engine.folders import cache_folder
 logger = logging.getLogger(__name__)
 
 MODULE_NAME = "_quire_native"
+GRAPHS_NAME = "_quire_graphs"
 
-_SOURCES = Path(__file__).parent / "src"
+_HERE = Path(__file__).parent
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG")
 # Types of mlx.core can be passed only by modules of the same domain and the same nanobind.
@@ -51,24 +52,52 @@ class _Toolchain:
     libmlx: Path
 
 
+@dataclass(frozen=True, slots=True)
+class _Extension:
+    """What one of our modules is made of, beside what all are."""
+
+    name: str
+    what: str  # for messages
+    sources: Path
+    includes: tuple[Path, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+_CPU = _Extension(MODULE_NAME, "the native CPU library", _HERE / "src")
+
+
 def build_native(flags: Sequence[str] = ()) -> Path:
     """The native library's file, compiled now if it isn't in the cache. `flags` come after our own.
 
     It is kept under a name made of everything that it depends on: sources, flags, compiler, processor, Python, mlx and
     nanobind. Processes that ask at the same time wait for the first. Raises NativeUnavailable.
     """
+    return _build(_CPU, flags)
+
+
+def build_graphs() -> Path:
+    """The same for the extension that records CUDA graphs, which needs CUDA's headers too."""
+    sources = _HERE / "cuda_src"
+    libraries = _mapped("libcuda.so")
+    if not libraries:
+        raise NativeUnavailable("MLX has not loaded CUDA's driver")
+    includes = (sources, *_cuda_includes())
+    return _build(_Extension(GRAPHS_NAME, "the extension for CUDA graphs", sources, includes, libraries), ())
+
+
+def _build(extension: _Extension, flags: Sequence[str]) -> Path:
     if sys.platform != "linux":
-        raise NativeUnavailable(f"the native library is for Linux, not {sys.platform}")
+        raise NativeUnavailable(f"{extension.what} is for Linux, not {sys.platform}")
     toolchain = _find_toolchain()
-    folder = cache_folder() / "native" / _key(toolchain, flags)
-    library = folder / f"{MODULE_NAME}.so"
+    folder = cache_folder() / "native" / _key(extension, toolchain, flags)
+    library = folder / f"{extension.name}.so"
     if library.is_file():
         return library
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_name(folder.name + ".lock"), timeout=_LOCK_TIMEOUT_S):
             if not library.is_file():
-                _compile_into(folder, toolchain, flags)
+                _compile_into(folder, extension, toolchain, flags)
     except filelock.Timeout as error:
         raise NativeUnavailable(f"another process has been compiling in {folder} for {_LOCK_TIMEOUT_S:g} s") from error
     except OSError as error:
@@ -96,8 +125,28 @@ def _find_toolchain() -> _Toolchain:
     return _Toolchain(compiler, _run([*compiler, "--version"]).splitlines()[0], includes, nanobind, libmlx)
 
 
-def _key(toolchain: _Toolchain, flags: Sequence[str]) -> str:
+def _mapped(name: str) -> tuple[str, ...]:
+    """The file of a library that is loaded in this process, or nothing."""
+    paths = re.findall(rf"\s(/\S*/{re.escape(name)}\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    return tuple(paths[:1])
+
+
+def _cuda_includes() -> list[Path]:
+    """Folders with CUDA's headers. Raises NativeUnavailable if there are none."""
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    folders = [home / "include" for home in homes]
+    folders += [Path(path) / "nvidia" / part / "include" for path in sys.path for part in ("cu13", "cuda_runtime")]
+    found = next((folder for folder in folders if (folder / "cuda_runtime.h").is_file()), None)
+    if found is None:
+        raise NativeUnavailable("CUDA's headers are not found: set CUDA_HOME to where CUDA is installed")
+    return [found, *([found / "cccl"] if (found / "cccl").is_dir() else [])]
+
+
+def _key(extension: _Extension, toolchain: _Toolchain, flags: Sequence[str]) -> str:
     parts = [
+        extension.name,
+        *map(str, extension.includes),
         *_FLAGS,
         *flags,
         *toolchain.compiler,
@@ -108,7 +157,7 @@ def _key(toolchain: _Toolchain, flags: Sequence[str]) -> str:
         metadata.version("nanobind"),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(extension.sources.rglob("*.*")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -123,12 +172,12 @@ def _processor() -> str:
     return " ".join([platform.machine(), *(line[0] for line in lines if line)])
 
 
-def _compile_into(folder: Path, toolchain: _Toolchain, flags: Sequence[str]) -> None:
-    logger.info("compiling the native CPU library (once, some 10 s on two cores)")
+def _compile_into(folder: Path, extension: _Extension, toolchain: _Toolchain, flags: Sequence[str]) -> None:
+    logger.info("compiling %s (once, some 10 s on two cores)", extension.what)
     start = time.monotonic()
-    includes = [part for path in toolchain.includes for part in ("-isystem", str(path))]
+    includes = [part for path in (*extension.includes, *toolchain.includes) for part in ("-isystem", str(path))]
     command = [*toolchain.compiler, *_FLAGS, *flags, _DOMAIN, *includes]
-    sources = [toolchain.nanobind / "src" / "nb_combined.cpp", *sorted(_SOURCES.glob("*.cpp"))]
+    sources = [toolchain.nanobind / "src" / "nb_combined.cpp", *sorted(extension.sources.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as scratch:
         objects = [Path(scratch, source.stem + ".o") for source in sources]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
@@ -137,12 +186,12 @@ def _compile_into(folder: Path, toolchain: _Toolchain, flags: Sequence[str]) -> 
                 for source, target in zip(sources, objects, strict=True)
             ]
             list(executor.map(_run, jobs))
-        library = Path(scratch, f"{MODULE_NAME}.so")
-        linked = [*command, "-shared", *map(str, objects), str(toolchain.libmlx), "-lpthread", "-o", str(library)]
-        _run(linked)
+        library = Path(scratch, f"{extension.name}.so")
+        libraries = [str(toolchain.libmlx), *extension.libraries, "-lpthread"]
+        _run([*command, "-shared", *map(str, objects), *libraries, "-o", str(library)])
         folder.mkdir(exist_ok=True)
         library.replace(folder / library.name)
-    logger.info("compiled the native CPU library in %.1f s: %s", time.monotonic() - start, folder)
+    logger.info("compiled %s in %.1f s: %s", extension.what, time.monotonic() - start, folder)
 
 
 def _run(command: Sequence[str]) -> str:

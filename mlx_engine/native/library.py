@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_engine.native.build import MODULE_NAME, NativeUnavailable, build_native
+from mlx_engine.native.build import NativeUnavailable, build_native
 
 logger = logging.getLogger(__name__)
 
@@ -72,21 +72,29 @@ def _load() -> NativeLibrary | NativeUnavailable:
 
 def open_library(path: Path) -> NativeLibrary:
     """Imports the library in this file and tries it out. Raises NativeUnavailable."""
-    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(path))
-    spec = importlib.util.spec_from_file_location(MODULE_NAME, path, loader=loader)
-    assert spec is not None
+    library = NativeLibrary(import_extension(path))
     try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
         # Another nanobind than mlx's own would not know an mx.array.
-        library = NativeLibrary(module)
         product = library.packed_linear(mx.ones((1, 2)), library.pack_weight(mx.ones((3, 2))), n=3)
         works = bool(mx.array_equal(product, mx.full((1, 3), 2.0)).item())
-    except (ImportError, TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError) as error:
         raise NativeUnavailable(f"{path} can't be used: {error}") from error
     if not works:
         raise NativeUnavailable(f"{path} gives wrong results")
     return library
+
+
+def import_extension(path: Path) -> ModuleType:
+    """Imports the extension module in this file, which is named after it. Raises NativeUnavailable."""
+    loader = importlib.machinery.ExtensionFileLoader(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise NativeUnavailable(f"{path} can't be used: {error}") from error
+    return module
 
 
 def wanted_threads() -> int:

@@ -62,6 +62,10 @@ class PagedKVManager(KVCacheManager):
         """
         seq = self._sequences.get(request_id)
         matched = match.block_ids if match is not None else ()
+        # A decoding request needs a block once in block_size steps.
+        if seq is not None and not matched and num_tokens <= len(seq.table) * self._block_size:
+            seq.num_tokens = max(seq.num_tokens, num_tokens)
+            return True
         if matched:
             if seq is not None:
                 raise IntegrityError(f"request {request_id!r} holds blocks already, so it can't start from a match")

@@ -27,7 +27,7 @@ _MIN_SIZE = 8
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
 # the second kernel costs what the first one saves.
 _WANTED_GROUPS = 1024
-_MIN_TOKENS = 256
+MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _MAX_COPY_GROUPS = 256
@@ -48,6 +48,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "decode": (("decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
     "decode_split": (("decode.inc", "decode_split.inc"), _INPUTS[:-1], ("partial_sums", "partial_stats")),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
+    "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
     "append": (
         ("append.inc",),
         ("new_keys", "new_values", "key_pool", "value_pool", "slots"),
@@ -105,7 +106,7 @@ def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
     """Into how many parts to split each row's tokens, a power of two: enough threadgroups, none with hardly a token."""
     if max_len <= _WHOLE_TOKENS:
         return 1
-    wanted = min(_WANTED_GROUPS // max(num_rows * num_parts, 1), max_len // _MIN_TOKENS, _MAX_SPLITS)
+    wanted = min(_WANTED_GROUPS // max(num_rows * num_parts, 1), max_len // MIN_TOKENS, _MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
@@ -143,13 +144,15 @@ class PagedKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: mx.array | None = None,
+        min_span: int = 1,
     ) -> mx.array:
         """Puts each row's key and value into the pool, and attends to its sequence through the block table.
 
         queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], pools [num_blocks,
         num_kv_heads, block_size, head_dim], block_tables [B, P] int32, seq_lens [B] int32 with the new token counted;
-        a row of length 0 is padding and gives 0. Returns [B, num_heads, value_head_dim]. The pools are written in
-        place: a kernel that reads them later must be given something that was computed from the result.
+        a row of length 0 is padding and gives 0. A row's tokens are split into `splits` parts, of min_span or more.
+        Returns [B, num_heads, value_head_dim]. The pools are written in place: a kernel that reads them later must be
+        given something that was computed from the result.
         """
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
@@ -168,6 +171,7 @@ class PagedKernels:
             ("WINDOW", window or 0),
             ("WARPS", DECODE_WARPS),
             ("UNROLL", DECODE_UNROLL),
+            ("MIN_SPAN", min_span),
         ]
         threads = 32 * DECODE_WARPS
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
@@ -258,9 +262,25 @@ class PagedKernels:
         return keys, values
 
 
+def publish(sampled: mx.array, samples: mx.array) -> mx.array:
+    """Puts sampled [n] uint32 into the first places of samples [8 or more], in place; returns a ticket [8] of zeros.
+
+    Up to 8 places may be overwritten whatever n is.
+    """
+    ticket: mx.array = _kernel("publish")(
+        inputs=[_padded(sampled), samples],
+        template=[],
+        grid=(_THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(_MIN_SIZE,)],
+        output_dtypes=[mx.int32],
+    )[0]
+    return ticket
+
+
 def _padded(array: mx.array) -> mx.array:
     """The array with at least _MIN_SIZE elements; its rows stay where they are."""
     if array.size >= _MIN_SIZE:
         return array
-    width = [(0, 0)] * (array.ndim - 1) + [(0, _MIN_SIZE)]
+    width = [(0, 0)] * (array.ndim - 1) + [(0, _MIN_SIZE - (array.size if array.ndim == 1 else 0))]
     return mx.pad(array, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -48,12 +49,11 @@ def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path)
 
 def test_another_source_flag_or_compiler_gets_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toolchain = build._find_toolchain()
-    keys = {build._key(toolchain, ()), build._key(toolchain, ("-O1",))}
-    monkeypatch.setattr(build, "_processor", lambda: "another")
-    keys.add(build._key(toolchain, ()))
+    keys = {build._key(build._CPU, toolchain, ()), build._key(build._CPU, toolchain, ("-O1",))}
     (tmp_path / "gemm.cpp").write_text("int main() {}")
-    monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    keys.add(build._key(toolchain, ()))
+    keys.add(build._key(dataclasses.replace(build._CPU, sources=tmp_path), toolchain, ()))
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    keys.add(build._key(build._CPU, toolchain, ()))
     assert len(keys) == 4
 
 

@@ -1,0 +1,50 @@
+"""Recorded CUDA graphs of what MLX puts on the GPU (`cuda_src/graphs.cpp`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_engine.native.build import build_graphs
+from mlx_engine.native.library import import_extension
+
+
+class Fetch(Protocol):
+    """Numbers on their way from the GPU."""
+
+    def wait(self) -> list[int]:
+        """Blocks until they are here. Called from the thread that asked for them."""
+
+
+class Graphs:
+    """Records what MLX evaluates on the calling thread's GPU stream, and runs it again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module: Any = module
+
+    def record(self, build: Callable[[], mx.array]) -> Any:
+        """Evaluates the lazy array that build() gives and returns the recording, with a method launch().
+
+        All memory that its kernels use is held as long as the recording lives. Inputs must be evaluated arrays that are
+        held too. RuntimeError where CUDA refuses.
+        """
+        return self._module.record(build)
+
+    def write_rows(self, target: mx.array, rows: bytes, num_rows: int, num_columns: int) -> None:
+        """Overwrites the first rows and columns of a 32-bit matrix on the GPU, in the order of the stream."""
+        self._module.write_rows(target, rows, num_rows, num_columns)
+
+    def fetch(self, source: mx.array, count: int) -> Fetch:
+        """The first numbers of a uint32 array as they are after all that was launched before."""
+        fetch: Fetch = self._module.Fetch(source, count)
+        return fetch
+
+
+@functools.cache
+def load_graphs() -> Graphs:
+    """The extension, compiled first if need be, once a process. Raises NativeUnavailable."""
+    return Graphs(import_extension(build_graphs()))

@@ -1,0 +1,69 @@
+"""Decode steps as CUDA graphs that were recorded once: the host launches one instead of building a step's nodes anew.
+
+A recording's kernels read and write the same memory each time. The host writes a step's indices into the recording's
+own input; the sampled tokens go into one array that all recordings share, where the next step finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_engine.attention.kernels.paged import publish
+from mlx_engine.compiled_decode import CompiledDecode, row_bucket
+from mlx_engine.input_batch import InputBatch
+from mlx_engine.native.graphs import Fetch, Graphs
+
+# Rows of fewer tokens than this get recordings whose attention doesn't split them.
+_SHORT_TOKENS = 1024
+
+
+class RecordedDecode:
+    """Runs greedy decode steps from recordings; everything else goes to CompiledDecode or the model itself."""
+
+    def __init__(self, compiled: CompiledDecode, graphs: Graphs, block_size: int) -> None:
+        self._compiled = compiled
+        self._graphs = graphs
+        short = min(-(-_SHORT_TOKENS // block_size), compiled.max_width)
+        self._widths = sorted({short, compiled.max_width})
+        self._recordings: dict[tuple[int, int], tuple[Any, mx.array]] = {}
+        self.samples = mx.zeros((compiled.max_rows,), mx.uint32)
+        mx.eval(self.samples)
+
+    def warm_up(self) -> Iterator[float]:
+        """Records every shape on padding rows, which touch no pool; yields the share that is done."""
+        rows = sorted({row_bucket(n) for n in range(1, self._compiled.max_rows + 1)})
+        shapes = [(n, width) for n in rows for width in self._widths]
+        for done, (num_rows, width) in enumerate(shapes, 1):
+            indices = mx.zeros((num_rows, width + CompiledDecode.NUM_COLUMNS), mx.int32)
+            # Once as it is, so that all kernels are compiled before any of them is recorded.
+            mx.eval(indices, self._step(indices))
+            recording = self._graphs.record(lambda indices=indices: self._step(indices))  # type: ignore[misc]
+            self._recordings[num_rows, width] = recording, indices
+            self._compiled.forget()
+            yield done / len(shapes)
+
+    def takes(self, batch: InputBatch) -> bool:
+        """Whether a recording can run this batch, all of whose rows are greedy."""
+        return self._compiled.takes(batch) and all(seq.sampling.is_greedy for seq in batch.samples)
+
+    def launch(self, batch: InputBatch) -> Fetch:
+        """Hands the step to the GPU; the samples of the batch's rows, once they are there."""
+        num_rows = row_bucket(batch.num_rows)
+        used = max(group.block_tables.shape[1] for group in batch.decode_groups)
+        width = next(width for width in self._widths if width >= used)
+        recording, indices = self._recordings[num_rows, width]
+        rows = self._compiled.indices(batch, num_rows, used)
+        self._graphs.write_rows(indices, rows.tobytes(), *rows.shape)
+        recording.launch()
+        return self._graphs.fetch(self.samples, batch.num_rows)
+
+    def publish(self, sampled: mx.array, *others: mx.array) -> Fetch:
+        """Evaluates a step that was not recorded: its samples [n] uint32, now the latest, and other arrays."""
+        mx.async_eval(publish(sampled, self.samples), *others)  # type: ignore[no-untyped-call]
+        return self._graphs.fetch(self.samples, sampled.shape[0])
+
+    def _step(self, indices: mx.array) -> mx.array:
+        return publish(self._compiled.best(indices, self.samples), self.samples)
