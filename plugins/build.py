@@ -45,6 +45,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     report = progress or _silent
     # Policies first: a wrong name should not cost a model load.
     policies = _create_policies(config)
+    if runs_on_cpu():
+        _native_library(config, report)
     loaded = load_model(resolve_model(config.model, report), config.dtype, report)
     return _assemble(config, loaded, *policies, report)
 
@@ -79,8 +81,7 @@ def _assemble(
     native = None
     if on_cpu:
         keep_freed_memory()
-        report("compile", 0.0)
-        native = _native_library(config)
+        native = _native_library(config, report)
     report("check", 0.0)
     model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else adapt_for_gpu)
     if on_cpu:
@@ -167,12 +168,12 @@ def _assemble(
     return Engine(scheduler, runner, info, overlap=config.overlap)
 
 
-def _native_library(config: EngineConfig) -> NativeLibrary | None:
+def _native_library(config: EngineConfig, report: Progress) -> NativeLibrary | None:
     """What linear layers run on, None for MLX's own products. Raises ConfigError where "native" can't be had."""
     if config.cpu_backend == "blas":
         return None
     try:
-        return load_native()
+        return load_native(lambda: report("compile", 0.0))
     except NativeUnavailable as error:
         if config.cpu_backend == "native":
             raise ConfigError(

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,8 +35,12 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG")
 # Types of mlx.core can be passed only by modules of the same domain and the same nanobind.
 _DOMAIN = "-DNB_DOMAIN=mlx"
-_COMMAND_TIMEOUT_S = 300.0
+_COMMAND_TIMEOUT_S = 120.0
 _LOCK_TIMEOUT_S = 600.0
+
+
+# Told that something has to be compiled, before it is.
+Starting = Callable[[], None]
 
 
 class NativeUnavailable(Exception):
@@ -66,13 +70,14 @@ class _Extension:
 _CPU = _Extension(MODULE_NAME, "the native CPU library", _HERE / "src")
 
 
-def build_native(flags: Sequence[str] = ()) -> Path:
-    """The native library's file, compiled now if it isn't in the cache. `flags` come after our own.
+def build_native(flags: Sequence[str] = (), starting: Starting | None = None) -> Path:
+    """The native library's file, compiled now if it isn't in the cache or is damaged. `flags` come after our own.
 
     It is kept under a name made of everything that it depends on: sources, flags, compiler, processor, Python, mlx and
-    nanobind. Processes that ask at the same time wait for the first. Raises NativeUnavailable.
+    nanobind. Processes that ask at the same time wait for the first. starting() is called if it has to be compiled.
+    Raises NativeUnavailable.
     """
-    return _build(_CPU, flags)
+    return _build(_CPU, flags, starting)
 
 
 def build_graphs() -> Path:
@@ -82,21 +87,26 @@ def build_graphs() -> Path:
     if not libraries:
         raise NativeUnavailable("MLX has not loaded CUDA's driver")
     includes = (sources, *_cuda_includes())
-    return _build(_Extension(GRAPHS_NAME, "the extension for CUDA graphs", sources, includes, libraries), ())
+    return _build(_Extension(GRAPHS_NAME, "the extension for CUDA graphs", sources, includes, libraries), (), None)
 
 
-def _build(extension: _Extension, flags: Sequence[str]) -> Path:
+def _build(extension: _Extension, flags: Sequence[str], starting: Starting | None) -> Path:
     if sys.platform != "linux":
         raise NativeUnavailable(f"{extension.what} is for Linux, not {sys.platform}")
     toolchain = _find_toolchain()
     folder = cache_folder() / "native" / _key(extension, toolchain, flags)
     library = folder / f"{extension.name}.so"
-    if library.is_file():
-        return library
     try:
+        if _is_intact(library):
+            return library
+        if starting is not None:
+            starting()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_name(folder.name + ".lock"), timeout=_LOCK_TIMEOUT_S):
-            if not library.is_file():
+            if not _is_intact(library):
+                # What a process that was killed while it compiled has left, or somebody has damaged.
+                for left in folder.parent.glob(f"{folder.name}*/"):
+                    shutil.rmtree(left)
                 _compile_into(folder, extension, toolchain, flags)
     except filelock.Timeout as error:
         raise NativeUnavailable(f"another process has been compiling in {folder} for {_LOCK_TIMEOUT_S:g} s") from error
@@ -105,11 +115,27 @@ def _build(extension: _Extension, flags: Sequence[str]) -> Path:
     return library
 
 
-def _find_toolchain() -> _Toolchain:
-    command = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+def _is_intact(library: Path) -> bool:
+    """Whether the file is there and is what was compiled: one cut short would end the process that loads it."""
+    checksum = library.with_suffix(".sha256")
+    if not library.is_file() or not checksum.is_file():
+        return False
+    return checksum.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler's command. Raises NativeUnavailable if there is none."""
+    command = os.environ.get("CXX", "").strip() or next(filter(shutil.which, _COMPILERS), None)
     if command is None:
         raise NativeUnavailable("there is no C++ compiler: install one, for example with `apt install g++`")
-    compiler = shlex.split(command)
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise NativeUnavailable(f"CXX is not a command: {command!r} ({error})") from error
+
+
+def _find_toolchain() -> _Toolchain:
+    compiler = _compiler()
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
         raise NativeUnavailable("Python's headers are missing: install them, as with `apt install python3-dev`")
@@ -122,7 +148,7 @@ def _find_toolchain() -> _Toolchain:
     if not libmlx.is_file() or not (mlx / "include").is_dir():
         raise NativeUnavailable(f"MLX's headers or its library are not in {mlx}")
     includes = (nanobind / "include", nanobind / "ext/robin_map/include", python, mlx / "include")
-    return _Toolchain(compiler, _run([*compiler, "--version"]).splitlines()[0], includes, nanobind, libmlx)
+    return _Toolchain(compiler, _run([*compiler, "--version"]).partition("\n")[0], includes, nanobind, libmlx)
 
 
 def _mapped(name: str) -> tuple[str, ...]:
@@ -189,21 +215,37 @@ def _compile_into(folder: Path, extension: _Extension, toolchain: _Toolchain, fl
         library = Path(scratch, f"{extension.name}.so")
         libraries = [str(toolchain.libmlx), *extension.libraries, "-lpthread"]
         _run([*command, "-shared", *map(str, objects), *libraries, "-o", str(library)])
+        if not library.is_file():
+            raise NativeUnavailable(f"the C++ compiler {shlex.join(toolchain.compiler)} succeeds but writes nothing")
+        checksum = library.with_suffix(".sha256")
+        checksum.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         folder.mkdir(exist_ok=True)
         library.replace(folder / library.name)
+        checksum.replace(folder / checksum.name)
     logger.info("compiled %s in %.1f s: %s", extension.what, time.monotonic() - start, folder)
 
 
 def _run(command: Sequence[str]) -> str:
     """What the command prints. Raises NativeUnavailable with its first error."""
+    source = ", which CXX names," if os.environ.get("CXX") else ""
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_COMMAND_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"the C++ compiler can't be run: {error}") from error
+    except OSError as error:
+        raise NativeUnavailable(f"the C++ compiler {command[0]!r}{source} can't be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(
+            f"the C++ compiler {command[0]!r}{source} has not ended after {_COMMAND_TIMEOUT_S:g} s"
+        ) from error
     if result.returncode != 0:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         first = next((line for line in lines if "error" in line), lines[0])
-        raise NativeUnavailable(f"{command[0]} fails: {first}")
+        raise NativeUnavailable(f"the C++ compiler {command[0]!r}{source} fails: {first}")
     return result.stdout

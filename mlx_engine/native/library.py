@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.util
 import logging
@@ -13,9 +12,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_engine.native.build import NativeUnavailable, build_native
+from mlx_engine.native.build import NativeUnavailable, Starting, build_native
 
 logger = logging.getLogger(__name__)
+
+_MAX_THREADS = 256
+
+
+# What became of the first attempt.
+_loaded: list[NativeLibrary | NativeUnavailable] = []
 
 
 class NativeLibrary:
@@ -52,32 +57,36 @@ class NativeLibrary:
         self._module.set_num_threads(value)
 
 
-def load_native() -> NativeLibrary:
-    """The native library, compiled first if need be, once a process. Raises NativeUnavailable, without trying again."""
-    result = _load()
+def load_native(starting: Starting | None = None) -> NativeLibrary:
+    """The native library, compiled first if need be, once a process; starting() is called before that.
+
+    Raises NativeUnavailable, without trying again.
+    """
+    result = _load(starting)
     if isinstance(result, NativeUnavailable):
         raise result
     return result
 
 
-@functools.cache
-def _load() -> NativeLibrary | NativeUnavailable:
-    try:
-        library = open_library(build_native())
-    except NativeUnavailable as error:
-        return error
-    library.num_threads = wanted_threads()
-    return library
+def _load(starting: Starting | None) -> NativeLibrary | NativeUnavailable:
+    if not _loaded:
+        try:
+            library = open_library(build_native(starting=starting))
+            library.num_threads = wanted_threads()
+            _loaded.append(library)
+        except NativeUnavailable as error:
+            _loaded.append(error)
+    return _loaded[0]
 
 
 def open_library(path: Path) -> NativeLibrary:
     """Imports the library in this file and tries it out. Raises NativeUnavailable."""
-    library = NativeLibrary(import_extension(path))
     try:
+        library = NativeLibrary(import_extension(path))
         # Another nanobind than mlx's own would not know an mx.array.
         product = library.packed_linear(mx.ones((1, 2)), library.pack_weight(mx.ones((3, 2))), n=3)
         works = bool(mx.array_equal(product, mx.full((1, 3), 2.0)).item())
-    except (TypeError, RuntimeError) as error:
+    except (AttributeError, TypeError, RuntimeError) as error:
         raise NativeUnavailable(f"{path} can't be used: {error}") from error
     if not works:
         raise NativeUnavailable(f"{path} gives wrong results")
@@ -101,6 +110,6 @@ def wanted_threads() -> int:
     """As OpenBLAS counts them: OPENBLAS_NUM_THREADS, OMP_NUM_THREADS, or the cores that this process may use."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
-        if value.isdigit() and int(value) > 0:
-            return int(value)
+        if value.isascii() and value.isdigit() and int(value) > 0:
+            return min(int(value), _MAX_THREADS)
     return len(os.sched_getaffinity(0))

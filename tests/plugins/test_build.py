@@ -10,6 +10,7 @@ import pytest
 from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
 from mlx_engine.native import NativeUnavailable, load_native
+from mlx_engine.native.build import Starting
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
 from tests.parity.tiny_models import TINY
@@ -46,7 +47,7 @@ def test_both_backends_give_the_same_tokens_and_say_which_they_are() -> None:
 def test_without_the_library_auto_serves_on_openblas_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unavailable() -> None:
+    def unavailable(starting: Starting | None = None) -> None:
         raise NativeUnavailable("there is no C++ compiler: install one")
 
     monkeypatch.setattr(build, "load_native", unavailable)

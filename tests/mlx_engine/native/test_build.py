@@ -62,7 +62,8 @@ def test_another_source_flag_or_compiler_gets_another_library(monkeypatch: pytes
     [
         ("[ $1 = --version ] && echo g++ 1 && exit; echo 'x.cpp:3: error: no such thing' >&2; exit 1", "no such thing"),
         ("exit 3", "exit status 3"),
-        ("[ $1 = --version ] && echo g++ 1 && exit; true", "can't be written"),
+        ("[ $1 = --version ] && echo g++ 1 && exit; true", "succeeds but writes nothing"),
+        ("printf '\\377'; exit 1", "which CXX names, fails"),
     ],
 )
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
@@ -72,6 +73,48 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     with pytest.raises(NativeUnavailable, match=message):
         build_native()
     assert not list(cache.glob("*/*.so"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("g++ 'x", "CXX is not a command.*No closing quotation"),
+        ("/nonexistent/g++", "/nonexistent/g.*which CXX names, can't be run: No such file"),
+    ],
+)
+def test_a_command_that_is_none_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(NativeUnavailable, match=message):
+        build_native()
+
+
+def test_a_damaged_library_is_compiled_again_and_what_was_left_is_cleared_away(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "calls"
+    monkeypatch.setenv("CXX", _compiler(tmp_path, f'echo "$@" >> {log}; exec g++ "$@"'))
+    told: list[str] = []
+
+    def build_and_count() -> tuple[Path, int]:
+        log.write_text("")
+        library = build_native(("-O0",), lambda: told.append("compiling"))
+        return library, log.read_text().count("-shared")
+
+    library, count = build_and_count()
+    assert (count, len(told)) == (1, 1)
+    assert build_and_count() == (library, 0)
+    left = cache / f"{library.parent.name}abc"
+    left.mkdir()
+    content = library.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:-1] + b"x", b""):
+        library.write_bytes(damaged)
+        assert build_and_count() == (library, 1)
+    assert len(told) == 4
+    # Not before: writing to a file that is loaded would end this process.
+    assert open_library(library).num_threads >= 1
+    assert not left.exists()
 
 
 def test_what_is_missing_is_named_with_its_remedy(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +143,7 @@ def test_a_cache_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("content", [b"", b"not a library", None])
 def test_a_damaged_library_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / f"{build.MODULE_NAME}.so"
-    # A library that isn't a Python module, or not a library at all.
+    # Not what `build_native` would hand out: a library that isn't a Python module, or not a library at all.
     path.write_bytes(Path(build._find_toolchain().libmlx).read_bytes() if content is None else content)
     with pytest.raises(NativeUnavailable, match="can't be used"):
         open_library(path)
@@ -112,6 +155,8 @@ def test_threads_are_counted_as_openblas_does(monkeypatch: pytest.MonkeyPatch) -
     assert wanted_threads() == 5
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     assert wanted_threads() == 3
-    for value in ("", "0", "many"):
+    for value in ("", "0", "many", "²"):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert wanted_threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4294967296")
+    assert wanted_threads() == 256
