@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations
 
-from mlx_engine.cpu_linear import QUERY_KEY_VALUE, fuse_projections, pack_linear, pack_tied_head
+from mlx_engine.linear import QUERY_KEY_VALUE, fuse_projections, pack_linear, pack_tied_head
 from mlx_engine.mathops import fast_swiglu
 from mlx_engine.modules import replace_module
 from mlx_engine.native import NativeLibrary

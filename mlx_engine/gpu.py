@@ -6,7 +6,7 @@ import logging
 
 import mlx.nn as nn
 
-from mlx_engine.cpu_linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
+from mlx_engine.linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
 
 logger = logging.getLogger(__name__)
 

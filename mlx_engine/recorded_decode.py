@@ -58,6 +58,8 @@ class RecordedDecode:
         rows = self._compiled.indices(batch, num_rows, used)
         self._graphs.write_rows(indices, rows.tobytes(), *rows.shape)
         recording.launch()
+        # What MLX's own steps gave comes before this one in the GPU's stream; nothing has to follow it any more.
+        self._compiled.forget()
         return self._graphs.fetch(self.samples, batch.num_rows)
 
     def publish(self, sampled: mx.array, *others: mx.array) -> Fetch:

@@ -67,7 +67,8 @@ def _check(options: argparse.Namespace, results: Results) -> None:
 
 def _out(options: argparse.Namespace, results: Results) -> Path:
     first: Path = options.paths[0]
-    out: Path = options.out or (first if first.is_dir() else first.parent) / "report.html"
+    # One file's page has the file's name: beside it may be the page of all.
+    out: Path = options.out or (first / "report.html" if first.is_dir() else first.with_suffix(".html"))
     if out.is_dir():
         raise _Refused(f"--out {out} is a folder: give a file name, such as {out / 'report.html'}")
     if out.suffix == ".json" or any(run.path.resolve() == out.resolve() for run in results.runs):

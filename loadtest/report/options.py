@@ -16,7 +16,9 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `loadtest.report.cli.report` reads."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER", help="folder with result files, or a file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: FOLDER/report.html)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the page goes (default: FOLDER/report.html, or FILE.html)"
+    )
     parser.add_argument("--title", default="Quire benchmarks", metavar="T", help="title of the page")
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="result that ratios refer to (default: the first)"

@@ -249,6 +249,8 @@ def test_the_command_writes_the_page_into_the_folder(tmp_path: Path, capsys: pyt
     assert main([str(tmp_path / "deep" / "down" / "a.json"), str(tmp_path), "--out", str(out)]) == 0
     assert "1 run:" in capsys.readouterr().out, "the same file is read once"
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
+    assert main([str(tmp_path / "deep" / "down" / "a.json")]) == 0
+    assert (tmp_path / "deep" / "down" / "a.html").is_file(), "not over the page of all"
 
 
 def test_the_kept_results_make_a_page(tmp_path: Path) -> None:

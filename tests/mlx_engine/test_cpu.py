@@ -14,8 +14,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_engine.cpu import PlainRMSNorm, RotaryTable, StepRoPE, adapt_for_cpu, use_huge_pages
-from mlx_engine.cpu_linear import DenseLinear, FusedProjections, PackedLinear
 from mlx_engine.errors import ModelLoadError
+from mlx_engine.linear import DenseLinear, FusedProjections, PackedLinear
 from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, build

@@ -1,4 +1,4 @@
-"""Linear layers for the CPU: several of one input as one product, and weights packed once for the native library."""
+"""Linear layers: several of one input as one product, and weights packed once for the native CPU library."""
 
 from __future__ import annotations
 
