@@ -24,8 +24,10 @@ from loadtest.report.figures import (
     target_marks,
 )
 from loadtest.report.model import (
+    Decode,
     Engine,
     EngineMetric,
+    Kernels,
     Memory,
     Serve,
     ServePrefix,
@@ -296,6 +298,46 @@ def _serve_gaps(runs: Mapping[str, Serve]) -> Figure | None:
     table = Table(("long prompt", *parts, "largest, in chunks", "target (at most)"), tuple(rows))
     caption = "What decoding streams see while a long prompt is read; the largest gap should be near one chunk's time."
     return Figure("Gaps while a long prompt arrives", traces, shape, table, caption)
+
+
+def decode_figures(runs: Mapping[str, Decode]) -> list[Figure]:
+    """Milliseconds of a step over the batch, a line for each arm and context."""
+    traces, rows = [], []
+    order = 0
+    for index, (name, run) in enumerate(runs.items()):
+        lines = dict.fromkeys((case.arm, case.context) for case in run.cases)
+        for arm, context in lines:
+            cases = [case for case in run.cases if (case.arm, case.context) == (arm, context)]
+            steps = [spread(case.step_ms) for case in cases]
+            label = f"{run.shape}, {arm}, {context:,.0f} tokens" + (f", {name}" if len(runs) > 1 else "")
+            points = [(case.batch, step) for case, step in zip(cases, steps, strict=True) if step is not None]
+            traces.append(line(label, [x for x, _ in points], [y for _, y in points], order, dash=index))
+            order += 1
+            rows += [(label, f"{batch:g}", quantity(step.value)) for batch, step in points]
+    if not traces:
+        return []
+    table = Table(("steps", "sequences", "ms a step"), tuple(rows))
+    caption = "A step gives each sequence a token; scheduler and sampler are in it."
+    return [Figure("Decode steps", traces, layout("sequences", "ms a step"), table, caption)]
+
+
+def kernel_figures(runs: Mapping[str, Kernels]) -> list[Figure]:
+    """The share of a copy's bandwidth, by shape."""
+    traces, rows = [], []
+    for index, (name, run) in enumerate(runs.items()):
+        points = [(timing.name, Range(timing.share)) for timing in run.timings]
+        traces.append(line(name, [x for x, _ in points], [y for _, y in points], index))
+        rows += [
+            (f"{timing.name}, {name}" if len(runs) > 1 else timing.name, quantity(timing.share),
+             MISSING if timing.target is None else quantity(timing.target))
+            for timing in run.timings
+        ]  # fmt: skip
+    if not rows:
+        return []
+    shape = layout("sequences x tokens", "share of a copy's bandwidth")
+    category_axis(shape["xaxis"], [row[0] for row in rows])
+    table = Table(("sequences x tokens", "share", "target (at least)"), tuple(rows))
+    return [Figure("Attention kernels", traces, shape, table, "Bytes that must be read, over the time of a call.")]
 
 
 def memory_figures(runs: Mapping[str, Memory]) -> list[Figure]:

@@ -9,7 +9,7 @@ from typing import Literal
 from loadtest.report.charts import ratio_range, spread
 from loadtest.report.charts_load import NamedCurve, latency, over_rounds
 from loadtest.report.figures import Range, Table, quantity, ranged, seconds
-from loadtest.report.model import Engine, Experiment, Memory, Serve, Summary
+from loadtest.report.model import Decode, Engine, Experiment, Kernels, Memory, Serve, Summary
 from loadtest.stats import ratio
 from loadtest.tables import MISSING
 
@@ -134,6 +134,25 @@ def memory_facts(run: Memory) -> Facts:
     return facts
 
 
+def decode_facts(run: Decode) -> Facts:
+    """A step's time and prefill, by arm, context and batch."""
+    facts: Facts = {}
+    for case in run.cases:
+        where = f"{run.shape}, {case.arm}, {case.context:,.0f} tokens, {case.batch:g} sequences"
+        _add(facts, f"{where}: ms a step", spread(case.step_ms), "lower")
+        _add(facts, f"{where}: prefill tokens/s", spread(case.prefill), "higher")
+    return facts
+
+
+def kernel_facts(run: Kernels) -> Facts:
+    """Microseconds of a call, and the share of a copy's bandwidth."""
+    facts: Facts = {}
+    for timing in run.timings:
+        _add(facts, f"{timing.name}: us", Range(timing.seconds * 1e6), "lower")
+        _add(facts, f"{timing.name}: share of the copy", Range(timing.share), "higher")
+    return facts
+
+
 def experiment_facts(run: Experiment) -> Facts:
     """Each metric of each arm. Ranges would be of samples, not of rounds, so there are none."""
     facts: Facts = {}
@@ -153,6 +172,8 @@ def facts_of(kind_runs: Mapping[str, object]) -> list[tuple[str, Facts]]:
         Engine: engine_facts,
         Serve: serve_facts,
         Memory: memory_facts,
+        Decode: decode_facts,
+        Kernels: kernel_facts,
         Experiment: experiment_facts,
     }
     return [(name, readers[type(content)](content)) for name, content in kind_runs.items()]

@@ -174,6 +174,42 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """Steps of one batch, in one way of running them."""
+
+    arm: str
+    context: float
+    batch: float
+    step_ms: Summary  # of the rounds
+    prefill: Summary  # tokens/s
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A `decode` run: an engine's steps on a GPU."""
+
+    shape: str
+    cases: tuple[DecodeCase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTiming:
+    """Decode attention of equally long sequences."""
+
+    name: str
+    seconds: float
+    share: float  # of a copy's bandwidth
+    target: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A `kernels` run: the timings of the numbers of splits that the engine would choose."""
+
+    timings: tuple[KernelTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One figure of an experiment, by arm."""
 
@@ -210,7 +246,7 @@ class Experiment:
     notes: tuple[str, ...]
 
 
-Content = Load | Engine | Serve | Memory | Experiment
+Content = Load | Engine | Serve | Memory | Decode | Kernels | Experiment
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from loadtest.report.sections import Section, sections
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _KEY_VERSIONS = ("python", "mlx", "mlx-lm", "ray", "mlx-quire")
 _KIND_TITLES = {
-    "engine": "engine", "serve": "serve", "memory": "memory", "load": "load", "compare": "server comparison",
+    "engine": "engine", "serve": "serve", "memory": "memory",
+    "decode": "decode", "kernels": "kernels", "load": "load", "compare": "server comparison",
     "experiment": "experiment",
 }  # fmt: skip
 _ROW_CLASSES = {", better": "better", ", worse": "worse"}

@@ -10,10 +10,14 @@ from loadtest.report.fields import Fields, Malformed, as_text
 from loadtest.report.model import (
     Content,
     Curve,
+    Decode,
+    DecodeCase,
     Engine,
     EngineCase,
     EngineMetric,
     Experiment,
+    Kernels,
+    KernelTiming,
     Level,
     Load,
     Memory,
@@ -39,6 +43,8 @@ def parse(document: Fields) -> tuple[str, Content, list[str]]:
         "engine": _engine,
         "serve": _serve,
         "memory": _memory,
+        "decode": _decode,
+        "kernels": _kernels,
         "load": _load,
         "compare": _compare,
         "experiment": _experiment,
@@ -125,6 +131,34 @@ def _memory(document: Fields) -> Parsed:
     if len(surprises) > _MAX_LISTED:
         warnings.append(f"and {len(surprises) - _MAX_LISTED} more that were unexpected")
     return Memory(samples), warnings
+
+
+def _decode(document: Fields) -> Parsed:
+    cases = []
+    for case in document.children("cases"):
+        rounds = case.children("rounds")
+        step, prefill = (
+            _of_rounds(tuple(found.required(name) for found in rounds)) for name in ("step_ms", "prefill_tokens_per_s")
+        )
+        arm = case.text("arm") or "?"
+        cases.append(DecodeCase(arm, case.required("context"), case.required("batch"), step, prefill))
+    return Decode(document.text("shape") or "?", tuple(cases)), []
+
+
+def _of_rounds(samples: tuple[float, ...]) -> Summary:
+    return parse_summary(Fields({"samples": list(samples)}))
+
+
+def _kernels(document: Fields) -> Parsed:
+    timings = []
+    for timing in document.children("timings"):
+        if timing.flag("chosen", True):
+            rows, length, dim = (timing.required(name) for name in ("num_rows", "seq_len", "head_dim"))
+            name = f"{rows:g} x {length:,.0f}, head {dim:g}"
+            timings.append(KernelTiming(name, timing.required("s"), timing.required("share"), timing.number("target")))
+    wrong = [check.text("case") or "?" for check in document.children("checks") if not check.flag("right", True)]
+    warnings = [f"wrong result: {case}" for case in wrong[:_MAX_LISTED]]
+    return Kernels(tuple(timings)), warnings
 
 
 def _level(found: Fields) -> Level:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.report.charts import engine_figures, memory_figures, serve_figures, spread
+from loadtest.report.charts import (
+    decode_figures,
+    engine_figures,
+    kernel_figures,
+    memory_figures,
+    serve_figures,
+    spread,
+)
 from loadtest.report.charts_experiment import arms_table, experiment_figures
 from loadtest.report.charts_load import NamedCurve, levels_table, load_figures, named_curves, server_metrics_table
 from loadtest.report.comparison import compare, facts_of, load_facts
@@ -33,6 +40,8 @@ def sections(results: Results, baseline: Path | None = None) -> list[Section]:
         ("engine", "Engine against mlx-lm", engine_figures, "In process: same weights, type, BLAS and prompts."),
         ("serve", "The server against its own engine", serve_figures, ""),
         ("memory", "Memory", memory_figures, ""),
+        ("decode", "Decode steps on a GPU", decode_figures, "In process, on random weights."),
+        ("kernels", "Attention kernels", kernel_figures, ""),
     ]
     found = [_load(results.runs, baseline)]
     for kind, title, figures, intro in kinds:

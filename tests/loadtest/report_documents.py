@@ -115,6 +115,32 @@ def memory(**changes: Any) -> Document:
     } | changes
 
 
+def decode(**changes: Any) -> Document:
+    """Two batches of one arm, two rounds."""
+    cases = [
+        {
+            "arm": "recorded",
+            "context": 512,
+            "batch": batch,
+            "step_ms": 1.5 * batch,
+            "rounds": [{"step_ms": k * batch, "prefill_tokens_per_s": 1000.0 * k} for k in (1.0, 2.0)],
+        }
+        for batch in (1, 8)
+    ]
+    return {"benchmark": "decode", **described(), "shape": "llama-1b", "cases": cases} | changes
+
+
+def kernels(**changes: Any) -> Document:
+    """A shape with its chosen splits and another number, and a check."""
+    timings = [
+        {"num_rows": 128, "seq_len": 4096, "head_dim": 64, "splits": splits, "chosen": splits == 1, "s": 4e-4 * splits,
+         "share": 0.6 / splits, "target": 0.5}
+        for splits in (1, 2)
+    ]  # fmt: skip
+    checks = [{"case": "a case", "right": True}]
+    return {"benchmark": "kernels", **described(), "timings": timings, "checks": checks} | changes
+
+
 def experiment(**changes: Any) -> Document:
     """Two arms, a metric of two cases, one without samples, and a series."""
     metrics = [
@@ -140,4 +166,5 @@ def experiment(**changes: Any) -> Document:
 def every_kind() -> dict[str, Document]:
     """One of each, by file name."""
     return {"engine.json": engine(), "serve.json": serve(), "memory.json": memory(), "load.json": load(),
-            "compare.json": compare(), "experiment.json": experiment()}  # fmt: skip
+            "compare.json": compare(), "experiment.json": experiment(), "decode.json": decode(),
+            "kernels.json": kernels()}  # fmt: skip

@@ -161,6 +161,18 @@ def test_engine_serve_and_memory_are_the_files_numbers(tmp_path: Path) -> None:
     assert traces(parsed, "KV blocks by state")["free"]["y"] == [50, 40]
 
 
+def test_decode_steps_and_kernels_are_the_files_numbers(tmp_path: Path) -> None:
+    checks = [{"case": "a case", "right": False}, {"case": "another", "right": True}]
+    kernels = documents.kernels(checks=checks)
+    parsed = rendered(write(tmp_path, {"d.json": documents.decode(), "k.json": kernels}))
+    (steps,) = parsed.plots["Decode steps"]["traces"]
+    assert (steps["x"], steps["y"]) == ([1, 8], [1.5, 12.0])
+    (share,) = parsed.plots["Attention kernels"]["traces"]
+    assert (share["x"], share["y"]) == (["128 x 4,096, head 64"], [0.6])
+    assert "wrong result: a case" in parsed.text
+    assert "another" not in parsed.text
+
+
 def test_experiments_show_their_samples_and_series(tmp_path: Path) -> None:
     parsed = rendered(write(tmp_path, {"x.json": documents.experiment()}))
     ttft = traces(parsed, "TTFT (ms)")
@@ -315,7 +327,7 @@ def test_a_browser_draws_every_plot_without_a_network(tmp_path: Path, width: int
             tab.wait_for_selector("html[data-drawn]", timeout=120_000)
             plots = tab.locator(".plot")
             drawn = tab.locator(".plot.js-plotly-plot:has(.main-svg):has(.xy)")
-            assert drawn.count() == plots.count() == 21
+            assert drawn.count() == plots.count() == 23
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, (
                 "the page itself never scrolls sideways"
             )
