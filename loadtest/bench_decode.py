@@ -130,8 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mx.default_device().type != mx.DeviceType.gpu:
         print(f"this needs a GPU, and MLX's default device is {mx.default_device()}", file=sys.stderr)
         return 2
-    result: dict[str, Any] = {"benchmark": "decode", "command": sys.argv, "environment": environment.describe()}
-    result["device"] = {key: str(value) for key, value in mx.device_info().items()}
+    result: dict[str, Any] = {"benchmark": "decode", "environment": environment.describe()}
+    result["command"] = {"shape": args.shape, "contexts": args.contexts, "batches": args.batches, "arms": args.arms}
+    result["device"] = environment.describe_gpu()
     cases, rows = [], []
     largest, longest = max(args.batches), max(args.contexts)
     for arm in args.arms:

@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"these kernels run on a GPU, and MLX's default device is {mx.default_device()}", file=sys.stderr)
         return 2
     result: dict[str, Any] = {"benchmark": "kernels", "environment": environment.describe()}
-    result["device"] = {key: str(value) for key, value in mx.device_info().items()}
+    result["device"] = environment.describe_gpu()
     checks = [entry for dtype in reference.TOLERANCE for entry in check(dtype)]
     wrong = [entry for entry in checks if not entry["right"]]
     print(f"{len(checks) - len(wrong)} of {len(checks)} cases are right")
