@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from loadtest import environment
+from loadtest.gpu import new_result
 from loadtest.options import int_list, positive_int
 from loadtest.tables import markdown_table, number
 from mlx_engine.config import EngineConfig
@@ -127,12 +128,10 @@ def run(engine: Engine, batch: int, context: int, rng: np.random.Generator) -> d
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit status."""
     args = parse_args(argv)
-    if mx.default_device().type != mx.DeviceType.gpu:
-        print(f"this needs a GPU, and MLX's default device is {mx.default_device()}", file=sys.stderr)
+    result = new_result("decode")
+    if result is None:
         return 2
-    result: dict[str, Any] = {"benchmark": "decode", "environment": environment.describe()}
     result["command"] = {"shape": args.shape, "contexts": args.contexts, "batches": args.batches, "arms": args.arms}
-    result["device"] = environment.describe_gpu()
     cases, rows = [], []
     largest, longest = max(args.batches), max(args.contexts)
     for arm in args.arms:

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest import environment
+from loadtest.gpu import new_result
 from loadtest.options import positive_int
 from loadtest.tables import markdown_table, number
 from mlx_engine.attention.kernels import PagedKernels, reference
@@ -145,11 +146,9 @@ def chosen_splits(shape: Shape) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit status."""
     args = parse_args(argv)
-    if mx.default_device().type != mx.DeviceType.gpu:
-        print(f"these kernels run on a GPU, and MLX's default device is {mx.default_device()}", file=sys.stderr)
+    result = new_result("kernels")
+    if result is None:
         return 2
-    result: dict[str, Any] = {"benchmark": "kernels", "environment": environment.describe()}
-    result["device"] = environment.describe_gpu()
     checks = [entry for dtype in reference.TOLERANCE for entry in check(dtype)]
     wrong = [entry for entry in checks if not entry["right"]]
     print(f"{len(checks) - len(wrong)} of {len(checks)} cases are right")

@@ -34,15 +34,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-def describe_gpu() -> dict[str, str]:
-    """The kind of GPU that MLX uses, without what tells one machine from another. Imports MLX."""
-    import mlx.core as mx
-
-    kept = ("device_name", "architecture", "total_memory", "memory_size", "max_recommended_working_set_size")
-    info = mx.device_info()
-    return {key: str(info[key]) for key in kept if key in info}
-
-
 def usable_cores() -> list[int]:
     """The cores that this process may use, by number."""
     if hasattr(os, "sched_getaffinity"):

@@ -12,7 +12,6 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_engine.attention.fused import decode_tables
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.paged_model import PagedModel
@@ -58,6 +57,7 @@ class CompiledDecode:
         self._backend = backend
         self._model = model
         self.max_rows = max(row_bucket(max_num_seqs), 8)
+        self.row_buckets = sorted({row_bucket(n) for n in range(1, self.max_rows + 1)})
         self.max_width = width_bucket(max_pages)
         self._last_out: mx.array | None = None
         self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
@@ -80,7 +80,7 @@ class CompiledDecode:
         """
         if last_sampled is None:
             last_sampled = self._no_samples
-        width = width_bucket(max(group.block_tables.shape[1] for group in batch.decode_groups))
+        width = width_bucket(batch.block_tables.shape[1])
         meta = mx.array(self.indices(batch, row_bucket(batch.num_rows), width))
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
@@ -92,12 +92,15 @@ class CompiledDecode:
     @staticmethod
     def indices(batch: InputBatch, num_rows: int, width: int) -> IntArray:
         """A step's input [num_rows, NUM_COLUMNS + width]: token, sample to take or -1, length, block table."""
-        tables, lens = decode_tables(batch, num_rows, width)
-        out = np.empty((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
-        out[:, 0], out[:, 1], out[:, 2], out[:, 3:] = 0, -1, lens, tables
-        out[: batch.num_rows, 0] = batch.token_ids
+        out = np.zeros((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
+        # Padding rows have length 0, and block tables end in the scratch block.
+        out[:, 1] = -1
+        rows = out[: batch.num_rows]
+        rows[:, 0] = batch.token_ids
         if batch.feedback is not None:
-            out[: batch.num_rows, 1] = batch.feedback
+            rows[:, 1] = batch.feedback
+        rows[:, 2] = batch.seq_lens
+        rows[:, CompiledDecode.NUM_COLUMNS :][:, : batch.block_tables.shape[1]] = batch.block_tables
         return out
 
     def best(self, indices: mx.array, last_sampled: mx.array) -> mx.array:
@@ -111,9 +114,8 @@ class CompiledDecode:
 
     def warm_up(self) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
-        rows = sorted({row_bucket(n) for n in range(1, self.max_rows + 1)})
-        widths = [1 << i for i in range(3, self.max_width.bit_length())]
-        shapes = [(n, width) for n in rows for width in widths]
+        widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
+        shapes = [(n, width) for n in self.row_buckets for width in widths]
         for done, (num_rows, width) in enumerate(shapes, 1):
             mx.eval(self._greedy(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
             self.forget()

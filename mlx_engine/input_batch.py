@@ -53,8 +53,10 @@ class InputBatch:
     feedback: IntArray | None  # [T] index into the last step's samples, -1 where token_ids holds; None if all -1
     positions: IntArray  # [T]
     slot_mapping: IntArray  # [T] block id * block_size + offset: where the row's K/V goes
-    decode_groups: tuple[DecodeGroup, ...]
-    num_decode_rows: int  # rows 0 to num_decode_rows - 1
+    block_size: int  # tokens
+    num_decode_rows: int  # B; rows 0 to B - 1
+    block_tables: IntArray  # [B, P] of the decode rows, padded with the scratch block
+    seq_lens: IntArray  # [B] tokens to attend to, the row's own included
     prefill_chunks: tuple[PrefillChunk, ...]
     sample_rows: IntArray  # [S], ascending
     samples: tuple[ScheduledSequence, ...]  # [S], the sequences of sample_rows
@@ -63,6 +65,11 @@ class InputBatch:
     def num_rows(self) -> int:
         """T, the number of tokens in the forward pass."""
         return len(self.token_ids)
+
+    @property
+    def decode_groups(self) -> tuple[DecodeGroup, ...]:
+        """The decode rows, split where padding to the longest would more than double the work. Made anew each time."""
+        return _group_decodes(self.block_tables, self.seq_lens, self.block_size)
 
 
 def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Sequence[str] = ()) -> InputBatch:
@@ -105,8 +112,10 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         feedback=feedback if (feedback >= 0).any() else None,
         positions=positions,
         slot_mapping=slots,
-        decode_groups=_group_decodes(tables, starts + 1, block_size),
+        block_size=block_size,
         num_decode_rows=num_decodes,
+        block_tables=tables,
+        seq_lens=starts + 1,
         prefill_chunks=tuple(prefill),
         sample_rows=np.asarray(sample_rows, np.int32),
         samples=tuple(samples),
@@ -134,7 +143,6 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
 
 
 def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tuple[DecodeGroup, ...]:
-    """Splits decode rows where padding to the longest would more than double the work."""
     used = ((seq_lens + block_size - 1) // block_size).tolist()
     order = sorted(range(len(used)), key=used.__getitem__)
     groups = []

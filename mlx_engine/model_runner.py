@@ -44,7 +44,8 @@ class MLXStepHandle:
         self._arrays = []
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()  # type: ignore[assignment]
         # A compiled step has samples of padding rows too, after the others.
-        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=False)))
+        tokens = tokens[: len(self._request_ids)]
+        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=True)))
 
 
 class FetchedStepHandle:
@@ -62,7 +63,8 @@ class FetchedStepHandle:
 
     def wait(self) -> ModelRunnerOutput:
         """See StepHandle."""
-        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, self._fetch.wait(), strict=False)))
+        tokens = self._fetch.wait()[: len(self._request_ids)]
+        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=True)))
 
 
 class MLXModelRunner:

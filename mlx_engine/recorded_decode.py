@@ -15,6 +15,7 @@ from mlx_engine.attention.kernels.paged import publish
 from mlx_engine.compiled_decode import CompiledDecode, row_bucket
 from mlx_engine.input_batch import InputBatch
 from mlx_engine.native.graphs import Fetch, Graphs
+from mlx_engine.types import cdiv
 
 # Rows of fewer tokens than this get recordings whose attention doesn't split them.
 _SHORT_TOKENS = 1024
@@ -26,7 +27,7 @@ class RecordedDecode:
     def __init__(self, compiled: CompiledDecode, graphs: Graphs, block_size: int) -> None:
         self._compiled = compiled
         self._graphs = graphs
-        short = min(-(-_SHORT_TOKENS // block_size), compiled.max_width)
+        short = min(cdiv(_SHORT_TOKENS, block_size), compiled.max_width)
         self._widths = sorted({short, compiled.max_width})
         self._recordings: dict[tuple[int, int], tuple[Any, mx.array]] = {}
         self.samples = mx.zeros((compiled.max_rows,), mx.uint32)
@@ -34,8 +35,7 @@ class RecordedDecode:
 
     def warm_up(self) -> Iterator[float]:
         """Records every shape on padding rows, which touch no pool; yields the share that is done."""
-        rows = sorted({row_bucket(n) for n in range(1, self._compiled.max_rows + 1)})
-        shapes = [(n, width) for n in rows for width in self._widths]
+        shapes = [(n, width) for n in self._compiled.row_buckets for width in self._widths]
         for done, (num_rows, width) in enumerate(shapes, 1):
             indices = mx.zeros((num_rows, width + CompiledDecode.NUM_COLUMNS), mx.int32)
             # Once as it is, so that all kernels are compiled before any of them is recorded.
@@ -52,7 +52,7 @@ class RecordedDecode:
     def launch(self, batch: InputBatch) -> Fetch:
         """Hands the step to the GPU; the samples of the batch's rows, once they are there."""
         num_rows = row_bucket(batch.num_rows)
-        used = max(group.block_tables.shape[1] for group in batch.decode_groups)
+        used = batch.block_tables.shape[1]
         width = next(width for width in self._widths if width >= used)
         recording, indices = self._recordings[num_rows, width]
         rows = self._compiled.indices(batch, num_rows, used)

@@ -45,25 +45,28 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     report = progress or _silent
     # Policies first: a wrong name should not cost a model load.
     policies = _create_policies(config)
-    if runs_on_cpu():
-        _native_library(config, report)
+    native = _native_library(config, report)
     loaded = load_model(resolve_model(config.model, report), config.dtype, report)
-    return _assemble(config, loaded, *policies, report)
+    return _assemble(config, loaded, native, *policies, report)
 
 
 def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine around a model that is loaded already, on the thread that loaded it. For tests and benches."""
-    return _assemble(config, loaded, *_create_policies(config), _silent)
+    return _assemble(config, loaded, _native_library(config, _silent), *_create_policies(config), _silent)
+
+
+def _attention_backend(config: EngineConfig) -> str:
+    """The name of the attention backend, chosen where the configuration leaves it open."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "fused" if kernels_run_here() and not config.attention_backend_options else "gather"
 
 
 def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
     """Scheduler policy, attention backend and prefix cache: those that need no loaded model."""
-    backend = config.attention_backend
-    if backend == "auto":
-        backend = "fused" if kernels_run_here() and not config.attention_backend_options else "gather"
     return (
         create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
-        create(ATTENTION_BACKENDS, backend, kwargs={}, options=config.attention_backend_options),
+        create(ATTENTION_BACKENDS, _attention_backend(config), kwargs={}, options=config.attention_backend_options),
         create(
             PREFIX_CACHES,
             config.prefix_cache,
@@ -74,14 +77,18 @@ def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
 
 
 def _assemble(
-    config: EngineConfig, loaded: LoadedModel, policy: Any, backend: Any, prefix_cache: Any, report: Progress
+    config: EngineConfig,
+    loaded: LoadedModel,
+    native: NativeLibrary | None,
+    policy: Any,
+    backend: Any,
+    prefix_cache: Any,
+    report: Progress,
 ) -> Engine:
     max_model_len = _max_model_len(config, loaded)
     on_cpu = runs_on_cpu()
-    native = None
     if on_cpu:
         keep_freed_memory()
-        native = _native_library(config, report)
     report("check", 0.0)
     model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else adapt_for_gpu)
     if on_cpu:
@@ -158,9 +165,7 @@ def _assemble(
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
-            "attention_backend": type(backend).__name__.removesuffix("Backend").lower()
-            if config.attention_backend == "auto"
-            else config.attention_backend,
+            "attention_backend": _attention_backend(config),
         },
         linear_backend=("blas" if native is None else "native") if on_cpu else "mlx",
     )
@@ -170,7 +175,7 @@ def _assemble(
 
 def _native_library(config: EngineConfig, report: Progress) -> NativeLibrary | None:
     """What linear layers run on, None for MLX's own products. Raises ConfigError where "native" can't be had."""
-    if config.cpu_backend == "blas":
+    if config.cpu_backend == "blas" or not runs_on_cpu():
         return None
     try:
         return load_native(lambda: report("compile", 0.0))

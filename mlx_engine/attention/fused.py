@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
-from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView
+from mlx_engine.attention.dispatch import PagedView
+from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView, LayerView
 from mlx_engine.attention.kernels import PagedKernels
 from mlx_engine.attention.kernels.paged import MIN_TOKENS, heads_per_group, num_splits
 from mlx_engine.errors import ConfigError
-from mlx_engine.input_batch import InputBatch, IntArray
+from mlx_engine.input_batch import InputBatch
 from mlx_engine.types import LayerKVSpec
 
 
@@ -190,13 +189,12 @@ class FusedStep:
 
 
 def _make_step(batch: InputBatch, block_size: int, after: Sequence[mx.array]) -> FusedStep:
-    tables, lens = decode_tables(batch, batch.num_decode_rows, None)
     num_decodes = batch.num_decode_rows
-    arrays = [mx.array(tables), mx.array(lens), mx.array(batch.slot_mapping[num_decodes:])]
+    arrays = [mx.array(batch.block_tables), mx.array(batch.seq_lens), mx.array(batch.slot_mapping[num_decodes:])]
     if after:
         zero = _zero_after(after)
         arrays = [array + zero for array in arrays]
-    step = FusedStep(num_decodes, int(lens.max(initial=0)), arrays[0], arrays[1])
+    step = FusedStep(num_decodes, int(batch.seq_lens.max(initial=0)), arrays[0], arrays[1])
     if batch.prefill_chunks:
         step.chunk_slots, step.chunks = arrays[2], GatherStep(batch, block_size)
     return step
@@ -208,40 +206,17 @@ def _zero_after(arrays: Sequence[mx.array]) -> mx.array:
     return sum(parts[1:], parts[0]).astype(mx.int32)
 
 
-def decode_tables(batch: InputBatch, num_rows: int, width: int | None) -> tuple[IntArray, IntArray]:
-    """Block tables [num_rows, width], padded with the scratch block, and lengths [num_rows] of the decode rows.
+class _FusedView(LayerView):
+    """A layer that the kernels read."""
 
-    In the rows' order; rows beyond the batch's are padding of length 0. width None is that of the longest.
-    """
-    if width is None:
-        width = max((group.block_tables.shape[1] for group in batch.decode_groups), default=0)
-    tables = np.zeros((num_rows, width), np.int32)
-    lens = np.zeros(num_rows, np.int32)
-    for group in batch.decode_groups:
-        tables[group.rows, : group.block_tables.shape[1]] = group.block_tables
-        lens[group.rows] = group.seq_lens
-    return tables, lens
-
-
-class _FusedView(PagedView):
-    """One layer's cache for one step."""
-
-    __slots__ = ("_backend", "_layer", "_new", "_step", "_ticket")
+    __slots__ = ("_backend", "_new", "_step", "_ticket")
 
     def __init__(self, backend: FusedBackend, step: FusedStep, layer: int, offset: mx.array) -> None:
-        self.offset = offset
+        super().__init__(layer, backend.spec(layer), offset)
         self._backend = backend
         self._step = step
-        self._layer = layer
         self._new: tuple[mx.array, mx.array] | None = None
         self._ticket: mx.array | None = None
-
-    @property
-    def _window(self) -> int | None:
-        return self._backend._layers[self._layer].sliding_window
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> PagedMask:
-        return PagedMask(narrower(window_size, self._window))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         num_decodes = self._step.num_decodes
@@ -256,7 +231,6 @@ class _FusedView(PagedView):
     def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
         if self._new is None:
             raise ValueError("attends before it has stored the step's keys and values")
-        window = narrower(mask.window, self._window)
         return self._backend.attend_fused(
-            self._layer, self._step, queries, self._new, self._ticket, scale, window, sinks
+            self._layer, self._step, queries, self._new, self._ticket, scale, self._window(mask.window), sinks
         )

@@ -71,6 +71,10 @@ class GatherBackend:
         """See AttentionBackend."""
         return dict(self._counts)
 
+    def spec(self, layer: int) -> LayerKVSpec:
+        """What the layer stores of a token."""
+        return self._layers[layer]
+
     def write(self, layer: int, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Puts keys and values [T, num_kv_heads, head_dim] at the pool rows slots [T, num_kv_heads]."""
         # In place as long as nothing else holds the buffer: the step before has ended when this one is launched.
@@ -88,7 +92,7 @@ class GatherBackend:
         """Attention of queries [T, num_heads, 1, head_dim] over each row's sequence, same shape back."""
         keys, values = self.pool(layer)
         parts = []
-        for group in step.batch.decode_groups:
+        for group in step.decode_groups:
             rows = queries if len(group.rows) == queries.shape[0] else queries[step.rows(group)]
             run = paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
             self._counts[self._decode] += 1
@@ -134,23 +138,32 @@ class GatherBackend:
         return parts
 
 
-class GatherView(PagedView):
-    """One layer's cache for one step."""
+class LayerView(PagedView):
+    """One layer's cache for one step: what views have in common, however their backend reads the pool."""
 
-    __slots__ = ("_backend", "_layer", "_step")
+    __slots__ = ("_layer", "_spec")
 
-    def __init__(self, backend: GatherBackend, step: GatherStep, layer: int, offset: mx.array) -> None:
+    def __init__(self, layer: int, spec: LayerKVSpec, offset: mx.array) -> None:
         self.offset = offset
-        self._backend = backend
-        self._step = step
         self._layer = layer
-
-    @property
-    def _spec(self) -> LayerKVSpec:
-        return self._backend._layers[self._layer]
+        self._spec = spec
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> PagedMask:
-        return PagedMask(narrower(window_size, self._spec.sliding_window))
+        return PagedMask(self._window(window_size))
+
+    def _window(self, wanted: int | None) -> int | None:
+        return narrower(wanted, self._spec.sliding_window)
+
+
+class GatherView(LayerView):
+    """A layer whose pages are gathered."""
+
+    __slots__ = ("_backend", "_step")
+
+    def __init__(self, backend: GatherBackend, step: GatherStep, layer: int, offset: mx.array) -> None:
+        super().__init__(layer, backend.spec(layer), offset)
+        self._backend = backend
+        self._step = step
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         slots = self._step.slots(self._spec.num_kv_heads)
@@ -158,8 +171,7 @@ class GatherView(PagedView):
         return keys, values
 
     def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
-        window = narrower(mask.window, self._spec.sliding_window)
-        return self._backend.attend(self._layer, self._step, queries, scale, window, sinks)
+        return self._backend.attend(self._layer, self._step, queries, scale, self._window(mask.window), sinks)
 
 
 @dataclass(slots=True)
@@ -168,11 +180,12 @@ class GatherStep:
 
     batch: InputBatch
     block_size: int
+    decode_groups: tuple[DecodeGroup, ...] = field(init=False)
     order: mx.array | None = field(init=False)  # [T] puts the parts' rows back in batch order; None: they are
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        groups = self.batch.decode_groups
+        groups = self.decode_groups = self.batch.decode_groups
         order = np.concatenate([g.rows for g in groups]) if groups else np.zeros(0, np.int32)
         inverse = np.arange(self.batch.num_rows, dtype=np.int32)
         inverse[order] = np.arange(len(order), dtype=np.int32)

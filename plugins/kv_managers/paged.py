@@ -62,10 +62,6 @@ class PagedKVManager(KVCacheManager):
         """
         seq = self._sequences.get(request_id)
         matched = match.block_ids if match is not None else ()
-        # A decoding request needs a block once in block_size steps.
-        if seq is not None and not matched and num_tokens <= len(seq.table) * self._block_size:
-            seq.num_tokens = max(seq.num_tokens, num_tokens)
-            return True
         if matched:
             if seq is not None:
                 raise IntegrityError(f"request {request_id!r} holds blocks already, so it can't start from a match")
@@ -185,6 +181,9 @@ class PagedKVManager(KVCacheManager):
 
     def _take(self, num_blocks: int) -> list[int] | None:
         """Takes blocks from the pool, evicting what it lacks; None, and nothing evicted, if that isn't enough."""
+        # Mostly: a decoding request needs a block once in block_size steps.
+        if num_blocks <= 0:
+            return []
         if num_blocks > self.num_free_blocks:
             return None
         missing = num_blocks - self._pool.num_free

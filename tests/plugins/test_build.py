@@ -51,6 +51,12 @@ def test_without_the_library_auto_serves_on_openblas_and_says_so_once(
         raise NativeUnavailable("there is no C++ compiler: install one")
 
     monkeypatch.setattr(build, "load_native", unavailable)
+    monkeypatch.setattr(build, "resolve_model", lambda name, report: name)
+    monkeypatch.setattr(build, "load_model", lambda *arguments: build_model(TINY["llama_biases"]))
+    with caplog.at_level(logging.WARNING):
+        assert build.build_engine(EngineConfig(**_CONFIG)).info.linear_backend == "blas"
+    assert len([record for record in caplog.records if "native" in record.getMessage()]) == 1
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         name, tokens = _tokens("auto")
     assert (name, len(tokens)) == ("blas", 24)

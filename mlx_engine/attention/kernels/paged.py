@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_engine.types import cdiv
+
 Dialect = Literal["metal", "cuda", "host"]
 
 _FOLDER = Path(__file__).parent
@@ -121,6 +123,17 @@ class PagedKernels:
     block_size: int
     dtype: mx.Dtype  # of queries, keys, values, the pool and the output
 
+    @property
+    def _constants(self) -> list[tuple[str, Any]]:
+        """What every kernel is told of the layer."""
+        return [
+            ("T", self.dtype),
+            ("D", self.key_head_dim),
+            ("DV", self.value_head_dim),
+            ("NUM_KV_HEADS", self.num_kv_heads),
+            ("BLOCK_SIZE", self.block_size),
+        ]
+
     @staticmethod
     def supports(key_head_dim: int, value_head_dim: int, dtype: mx.Dtype) -> bool:
         """Whether the kernels take heads of these sizes."""
@@ -161,13 +174,9 @@ class PagedKernels:
         inputs = [queries, new_keys, new_values, key_pool, value_pool, _padded(block_tables), _padded(seq_lens), params]
         sink_array = params if sinks is None else _padded(sinks)
         template = [
-            ("T", self.dtype),
-            ("D", self.key_head_dim),
-            ("DV", self.value_head_dim),
-            ("NUM_KV_HEADS", self.num_kv_heads),
+            *self._constants,
             ("GROUP", group),
             ("HEADS", heads),
-            ("BLOCK_SIZE", self.block_size),
             ("WINDOW", window or 0),
             ("WARPS", DECODE_WARPS),
             ("UNROLL", DECODE_UNROLL),
@@ -218,13 +227,7 @@ class PagedKernels:
         """
         ticket: mx.array = _kernel("append")(
             inputs=[new_keys, new_values, key_pool, value_pool, _padded(slots)],
-            template=[
-                ("T", self.dtype),
-                ("D", self.key_head_dim),
-                ("DV", self.value_head_dim),
-                ("NUM_KV_HEADS", self.num_kv_heads),
-                ("BLOCK_SIZE", self.block_size),
-            ],
+            template=self._constants,
             grid=(32, self.num_kv_heads, new_keys.shape[0]),
             threadgroup=(32, 1, 1),
             output_shapes=[(_MIN_SIZE,)],
@@ -244,14 +247,8 @@ class PagedKernels:
         pieces = num_tokens * max(self.key_head_dim, self.value_head_dim) * self.dtype.size // 16
         keys, values = _kernel("collect")(
             inputs=[key_pool, value_pool, _padded(block_table), mx.full((_MIN_SIZE,), num_tokens, mx.int32), after],
-            template=[
-                ("T", self.dtype),
-                ("D", self.key_head_dim),
-                ("DV", self.value_head_dim),
-                ("NUM_KV_HEADS", self.num_kv_heads),
-                ("BLOCK_SIZE", self.block_size),
-            ],
-            grid=(min(-(-pieces // _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
+            template=self._constants,
+            grid=(min(cdiv(pieces, _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[
                 (self.num_kv_heads, num_tokens, self.key_head_dim),
