@@ -6,18 +6,27 @@ import logging
 
 import mlx.nn as nn
 
+from mlx_engine.attention.fused import kernels_run_here
+from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTables
 from mlx_engine.linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
+from mlx_engine.modules import replace_module
 
 logger = logging.getLogger(__name__)
 
 
 def adapt_for_gpu(model: nn.Module) -> None:
-    """Makes one product each of the query, key and value projections, and of an MLP's gate and up projections.
+    """Puts blocks of fewer kernels where the architecture allows it.
 
+    Elsewhere it makes one product each of the query, key and value projections, and of an MLP's gate and up projections.
     The weights are put together and the parts let go, a module at a time.
     """
+    blocks, tables = 0, RotaryTables()
+    for name, module in list(model.named_modules()):
+        if kernels_run_here() and FusedDecoderBlock.takes(module):
+            replace_module(model, name, FusedDecoderBlock(module, tables))
+            blocks += 1
     count = 0
     for _, module in list(model.named_modules()):
         for names in (QUERY_KEY_VALUE, GATE_UP):
             count += fuse_projections(module, names)
-    logger.info("GPU: %d groups of linear layers fused", count)
+    logger.info("GPU: %d decoder blocks and %d more groups of linear layers fused", blocks, count)

@@ -13,4 +13,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent: Any = model
     for part in path:
         parent = parent[int(part)] if part.isdigit() else getattr(parent, part)
-    setattr(parent, last, module)
+    if last.isdigit():
+        parent[int(last)] = module
+    else:
+        setattr(parent, last, module)

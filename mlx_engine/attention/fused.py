@@ -15,7 +15,7 @@ paths, counted by name:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -125,7 +125,10 @@ class FusedBackend(GatherBackend):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention of queries [T, num_heads, 1, head_dim], same shape back; `new` are the decode rows' K/V."""
+        """Attention of queries [T, num_heads, 1, head_dim], same shape back.
+
+        `new` are the keys and values [T, num_kv_heads, 1, head_dim] of the step.
+        """
         spec = self._layers[layer]
         num_decodes = step.num_decodes
         parts = []
@@ -137,7 +140,7 @@ class FusedBackend(GatherBackend):
             self._counts["fused" if splits == 1 else "fused_split"] += 1
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
-                *new,
+                *(x[:num_decodes].squeeze(2) for x in new),
                 self._keys[layer],
                 self._values[layer],
                 step.block_tables,
@@ -156,11 +159,12 @@ class FusedBackend(GatherBackend):
                 step.chunks,
                 queries,
                 lambda context: kernels.collect(
-                    self._keys[layer], self._values[layer], context.block_table, context.num_tokens, after
+                    self._keys[layer], self._values[layer], context.block_table, step.length(context.num_tokens), after
                 ),
                 scale,
                 window,
                 sinks,
+                new,
             )
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         # All the layers before come before it.
@@ -186,6 +190,13 @@ class FusedStep:
     seq_lens: mx.array  # [num_decodes], the new token included
     chunk_slots: mx.array | None = None  # [T - num_decodes] of the pool
     chunks: GatherStep | None = None
+    _lengths: dict[int, tuple[int, mx.array]] = field(default_factory=dict)
+
+    def length(self, num_tokens: int) -> tuple[int, mx.array]:
+        """A number as `PagedKernels.collect` takes it, made once for all layers."""
+        if num_tokens not in self._lengths:
+            self._lengths[num_tokens] = num_tokens, PagedKernels.length(num_tokens)
+        return self._lengths[num_tokens]
 
 
 def _make_step(batch: InputBatch, block_size: int, after: Sequence[mx.array]) -> FusedStep:
@@ -220,12 +231,11 @@ class _FusedView(LayerView):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         num_decodes = self._step.num_decodes
-        flat_keys, flat_values = keys.squeeze(2), values.squeeze(2)
         if num_decodes < keys.shape[0]:
             self._ticket = self._backend.append(
-                self._layer, self._step, flat_keys[num_decodes:], flat_values[num_decodes:]
+                self._layer, self._step, keys[num_decodes:].squeeze(2), values[num_decodes:].squeeze(2)
             )
-        self._new = flat_keys[:num_decodes], flat_values[:num_decodes]
+        self._new = keys, values
         return keys, values
 
     def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:

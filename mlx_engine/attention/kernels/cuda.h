@@ -31,6 +31,12 @@ __device__ inline void store16(T* target, Raw raw) {
   *reinterpret_cast<uint4*>(target) = raw;
 }
 
+// Of what is read once: it need not stay in a cache.
+template <typename T>
+__device__ inline Raw load16_once(const T* source) {
+  return __ldcs(reinterpret_cast<const uint4*>(source));
+}
+
 __device__ inline Raw zero16() { return make_uint4(0, 0, 0, 0); }
 
 template <typename T>
@@ -72,5 +78,6 @@ struct Piece<__half> {
 __device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 __device__ inline float exp2(float x) { return exp2f(x); }
 __device__ inline float tanh(float x) { return tanhf(x); }
+__device__ inline float rsqrt(float x) { return rsqrtf(x); }
 
 }  // namespace quire

@@ -39,6 +39,11 @@ Raw load16(const T* source) {
 }
 
 template <typename T>
+Raw load16_once(const T* source) {
+  return load16(source);
+}
+
+template <typename T>
 void store16(T* target, Raw raw) {
   std::memcpy(target, &raw, 16);
 }
@@ -61,5 +66,6 @@ inline float shuffle_xor(float value, int mask) {
 }
 inline float exp2(float x) { return std::exp2(x); }
 inline float tanh(float x) { return std::tanh(x); }
+inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 
 }  // namespace quire

@@ -28,6 +28,12 @@ inline void store16(device T* target, Raw raw) {
   *(device uint4*)(target) = raw;
 }
 
+// Of what is read once.
+template <typename T>
+inline Raw load16_once(const device T* source) {
+  return load16(source);
+}
+
 inline Raw zero16() { return uint4(0); }
 
 template <typename T>
@@ -66,5 +72,6 @@ struct Piece<half> {
 inline float shuffle_xor(float value, int mask) { return simd_shuffle_xor(value, ushort(mask)); }
 inline float exp2(float x) { return metal::exp2(x); }
 inline float tanh(float x) { return metal::precise::tanh(x); }
+inline float rsqrt(float x) { return metal::rsqrt(x); }
 
 }  // namespace quire

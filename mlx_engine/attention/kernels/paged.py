@@ -61,6 +61,12 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("key_pool", "value_pool", "block_table", "length", "after"),
         ("keys", "values"),
     ),
+    "gemv": (
+        ("gemv.inc",),
+        ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
+        ("out",),
+    ),
+    "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
 }
 
 
@@ -141,6 +147,11 @@ class PagedKernels:
             return False
         elements = 16 // dtype.size
         return all(dim % elements == 0 and 0 < dim <= 256 for dim in (key_head_dim, value_head_dim))
+
+    @staticmethod
+    def length(num_tokens: int) -> mx.array:
+        """A number of tokens on the device."""
+        return mx.full((_MIN_SIZE,), num_tokens, mx.int32)
 
     def decode(
         self,
@@ -236,17 +247,24 @@ class PagedKernels:
         return ticket
 
     def collect(
-        self, key_pool: mx.array, value_pool: mx.array, block_table: mx.array, num_tokens: int, after: mx.array
+        self,
+        key_pool: mx.array,
+        value_pool: mx.array,
+        block_table: mx.array,
+        length: tuple[int, mx.array],
+        after: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """The first tokens of a sequence: keys and values [num_kv_heads, num_tokens, head_dim].
 
-        block_table [P] int32, whose first block holds the first of them; after [8] is the ticket of what stored them.
+        block_table [P] int32, whose first block holds the first of them; length is their number, and the same as
+        `PagedKernels.length` gives it; after [8] is the ticket of what stored them.
         It is an argument of the kernel, since a GPU runs kernels at the same time that share no array: an order of
         evaluation alone (`mx.depends`) would not keep them apart.
         """
+        num_tokens, length_array = length
         pieces = num_tokens * max(self.key_head_dim, self.value_head_dim) * self.dtype.size // 16
         keys, values = _kernel("collect")(
-            inputs=[key_pool, value_pool, _padded(block_table), mx.full((_MIN_SIZE,), num_tokens, mx.int32), after],
+            inputs=[key_pool, value_pool, _padded(block_table), length_array, after],
             template=self._constants,
             grid=(min(cdiv(pieces, _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
             threadgroup=(_THREADS, 1, 1),

@@ -1,0 +1,124 @@
+"""Calls the kernels for products of a few rows with a weight matrix, and what goes around them in a decoder layer."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_engine.attention.kernels import paged
+from mlx_engine.types import cdiv
+
+# Rows that a product takes at most: beyond, MLX's own are faster.
+MAX_GEMV_ROWS = 4
+_WARPS = 8
+_UNROLL = 4
+# Warps that keep a GPU busy: columns are split among several where there are fewer.
+_WANTED_WARPS = 4096
+_ROTATE_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm."""
+
+    weight: mx.array  # [K]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary position embedding of the first num_heads heads, each half with the other."""
+
+    cosines: mx.array  # [rows, head_dim / 2] float32, of each row's angles
+    sines: mx.array
+    num_heads: int
+
+
+def gemv(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    norm: Norm | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    gated: bool = False,
+    rotation: Rotation | None = None,
+) -> mx.array:
+    """norm(x) [rows, K] times the transpose of weight [N, K], plus bias [N]; at most MAX_GEMV_ROWS rows.
+
+    Then one of: residual [rows, N] is added; `gated` gives silu(first half) * second half [rows, N / 2]; `rotation`
+    turns the heads that [rows, N] starts with. All of one type, K a multiple of 16 bytes, N even.
+    """
+    rows, depth = x.shape
+    num_columns = weight.shape[0]
+    finish = 1 if residual is not None else 2 if gated else 3 if rotation is not None else 0
+    pair = 1
+    if gated:
+        pair = num_columns // 2
+    elif rotation is not None:
+        pair = rotation.cosines.shape[1]
+    splits = _num_splits(num_columns // 2, depth * x.dtype.size // 16)
+    none = _params(0.0)
+    out: mx.array = paged._kernel("gemv")(
+        inputs=[
+            x,
+            weight,
+            weight if norm is None else norm.weight,
+            weight if bias is None else bias,
+            weight if residual is None else residual,
+            none if rotation is None else rotation.cosines,
+            none if rotation is None else rotation.sines,
+            none if norm is None else _params(norm.eps),
+        ],
+        template=[
+            ("T", x.dtype),
+            ("ROWS", rows),
+            ("N", num_columns),
+            ("K", depth),
+            ("PAIR", pair),
+            ("WARPS", _WARPS),
+            ("SPLITS", splits),
+            ("UNROLL", _UNROLL),
+            ("NORM", norm is not None),
+            ("BIAS", bias is not None),
+            ("FINISH", finish),
+            ("HEADS", 0 if rotation is None else rotation.num_heads),
+        ],
+        grid=(cdiv(num_columns // 2, _WARPS // splits) * _WARPS * 32, 1, 1),
+        threadgroup=(_WARPS * 32, 1, 1),
+        output_shapes=[(rows, num_columns // 2 if gated else num_columns)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return out
+
+
+def rotate(x: mx.array, rotation: Rotation) -> mx.array:
+    """The first num_heads heads of each row of x [rows, columns], turned by the row's position."""
+    rows = x.shape[0]
+    half = rotation.cosines.shape[1]
+    out: mx.array = paged._kernel("rotate")(
+        inputs=[x, rotation.cosines, rotation.sines],
+        template=[("T", x.dtype), ("HALF", half), ("HEADS", rotation.num_heads)],
+        grid=(cdiv(rotation.num_heads * half, _ROTATE_THREADS) * _ROTATE_THREADS, 1, rows),
+        threadgroup=(_ROTATE_THREADS, 1, 1),
+        output_shapes=[(rows, rotation.num_heads * 2 * half)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return out
+
+
+def _num_splits(num_pairs: int, num_pieces: int) -> Literal[1, 2, 4, 8]:
+    """Into how many parts to split the sums of a pair of columns: enough warps, each with some pieces to read."""
+    splits: Literal[1, 2, 4, 8] = 1
+    for more in (2, 4, 8):
+        if num_pairs * splits < _WANTED_WARPS and num_pieces >= more * 32 * _UNROLL:
+            splits = more  # type: ignore[assignment]
+    return splits
+
+
+@functools.cache
+def _params(eps: float) -> mx.array:
+    return mx.full((8,), eps, mx.float32)
