@@ -7,7 +7,6 @@ the replica lags, and how the engine is. Importing this module imports no MLX; o
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib
 import logging
 import os
@@ -27,7 +26,7 @@ from mlx_engine.types import EngineInfo, EngineStats, FinishReason, Request, Req
 DEFAULT_BUILDER = "plugins.build:build_engine"
 HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.25
-_NUM_COMMON_FIELDS = len(dataclasses.fields(RequestOutput))
+_NUM_COMMON_FIELDS = len(RequestOutput.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)

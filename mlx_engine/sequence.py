@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_engine.types import CacheKey, Request, RequestView, SchedulerOutput
+from mlx_engine.types import CacheKey, Request, RequestView, Row, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +65,7 @@ class SequenceState:
         return self.view
 
 
-@dataclass(frozen=True, slots=True)
-class StepSlot:
+class StepSlot(Row, frozen=True):
     """A sequence's place in a step: what is needed to apply the result later."""
 
     state: SequenceState

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_engine import scheduler
@@ -72,7 +72,7 @@ def _outputs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def update_from_output(self: Scheduler, *args: Any) -> list[RequestOutput]:
         outputs = original(self, *args)
-        return outputs + [dataclasses.replace(o) for o in outputs if o.finish_reason is not None]
+        return outputs + [msgspec.structs.replace(o) for o in outputs if o.finish_reason is not None]
 
     monkeypatch.setattr(Scheduler, "update_from_output", update_from_output)
 
