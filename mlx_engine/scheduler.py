@@ -180,8 +180,8 @@ class Scheduler:
         return SchedulerView(
             now=now,
             step=self._counters.steps,
-            waiting=tuple(s.to_view() for s in self._waiting.values()),
-            running=tuple(s.to_view() for s in self._running.values() if not s.awaits_last_token),
+            waiting=tuple([s.to_view() for s in self._waiting.values()]),
+            running=tuple([s.to_view() for s in self._running.values() if not s.awaits_last_token]),
             token_budget=self._budget,
             max_num_seqs=self._max_num_seqs,
             num_free_blocks=self._kv.num_free_blocks,
@@ -191,12 +191,13 @@ class Scheduler:
 
     def _fill(self, proposals: Sequence[ScheduledRequest], now: float) -> _Plan:
         plan = _Plan(self._budget)
+        states = self._states
         seen: set[str] = set()
         for proposal in proposals:
             if plan.budget == 0:
                 break
             is_proposal = isinstance(proposal, ScheduledRequest) and isinstance(proposal.num_tokens, int)
-            state = self._states.get(proposal.request_id) if is_proposal else None
+            state = states.get(proposal.request_id) if is_proposal else None
             if state is None or proposal.request_id in seen or proposal.num_tokens < 1:
                 self._counters.rejected_proposals += 1
                 continue
@@ -245,18 +246,19 @@ class Scheduler:
     def _take(self, state: SequenceState, wanted: int, plan: _Plan, now: float) -> None:
         """Puts a running request into the step, if blocks can be had for it."""
         request_id = state.request.request_id
-        remaining = state.num_tokens - state.num_computed_tokens
-        cost = self._token_cost(state.num_computed_tokens) if remaining > 1 else 1.0
-        num_tokens = min(wanted, remaining, max(1, int(min(plan.budget, self._chunk) / cost)))
-        end = state.num_computed_tokens + num_tokens
+        start = state.num_computed_tokens
+        total = state.num_tokens
+        num_tokens, cost = 1, 1.0  # a decode row
+        if total - start > 1:
+            cost = self._token_cost(start)
+            num_tokens = min(wanted, total - start, max(1, int(min(plan.budget, self._chunk) / cost)))
+        end = start + num_tokens
         while not self._kv.allocate_slots(request_id, end):
             if not self._preempt_for(request_id, plan, now) or not state.running:
                 return
         # A lone token may cost more than is left.
-        charged = min(math.ceil(num_tokens * cost), plan.budget)
-        plan.slots[request_id] = StepSlot(
-            state, state.epoch, state.num_computed_tokens, num_tokens, charged, samples=end == state.num_tokens
-        )
+        charged = min(math.ceil(num_tokens * cost), plan.budget) if cost > 1.0 else num_tokens
+        plan.slots[request_id] = StepSlot(state, state.epoch, start, num_tokens, charged, samples=end == total)
         plan.budget -= charged
 
     def _token_cost(self, context: int) -> float:
@@ -301,25 +303,27 @@ class Scheduler:
     def _commit(self, plan: _Plan, now: float) -> Step:
         sequences = []
         for request_id, slot in plan.slots.items():
-            state = slot.state
-            end = slot.start + slot.num_tokens
+            state, start, samples = slot.state, slot.start, slot.samples
+            request = state.request
+            end = start + slot.num_tokens
+            num_prompt_tokens = len(request.prompt_token_ids)
             sequences.append(
                 ScheduledSequence(
                     request_id=request_id,
-                    start=slot.start,
+                    start=start,
                     num_tokens=slot.num_tokens,
-                    token_ids=state.token_ids[slot.start : end],
+                    token_ids=state.token_ids[start:end],
                     block_table=self._kv.block_table(request_id),
-                    samples=slot.samples,
-                    num_output_tokens=state.num_output_tokens,
-                    sampling=state.request.sampling,
+                    samples=samples,
+                    num_output_tokens=state.num_tokens - num_prompt_tokens,
+                    sampling=request.sampling,
                     seed=state.seed,
                 )
             )
-            if end <= len(state.request.prompt_token_ids):
+            if end <= num_prompt_tokens:
                 self._counters.prefill_tokens += slot.num_tokens
             state.num_computed_tokens = end
-            state.num_pending_tokens += slot.samples
+            state.num_pending_tokens += samples
             state.last_scheduled_time = now
             if state.first_scheduled_time is None:
                 state.first_scheduled_time = now

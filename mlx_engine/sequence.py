@@ -44,21 +44,24 @@ class SequenceState:
     @property
     def awaits_last_token(self) -> bool:
         """Whether the step in flight gives its last token: nothing more to schedule, only to wait."""
-        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
+        pending = self.num_pending_tokens
+        return pending > 0 and len(self.token_ids) + pending >= self.max_total_tokens
 
     def to_view(self) -> RequestView:
         """What policies see of it. Whoever changes the state sets `view` to None."""
         if self.view is None:
             request = self.request
+            num_prompt_tokens = len(request.prompt_token_ids)
+            num_tokens = len(self.token_ids) + self.num_pending_tokens
             self.view = RequestView(
                 request_id=request.request_id,
                 arrival_time=self.arrival_time,
                 priority=request.priority,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_tokens=self.num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                num_tokens=num_tokens,
                 num_computed_tokens=self.num_computed_tokens,
-                num_output_tokens=self.num_output_tokens,
-                max_tokens=self.max_total_tokens - len(request.prompt_token_ids),
+                num_output_tokens=num_tokens - num_prompt_tokens,
+                max_tokens=self.max_total_tokens - num_prompt_tokens,
                 num_preemptions=self.epoch,
                 last_scheduled_time=self.last_scheduled_time,
             )

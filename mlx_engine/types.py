@@ -129,7 +129,7 @@ class RequestView(Row, frozen=True):
     @property
     def is_decoding(self) -> bool:
         """Whether its next step is one token long and yields a token."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        return self.num_output_tokens > 0 and self.num_tokens - self.num_computed_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
