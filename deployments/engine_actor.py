@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine_thread import EngineThread, Progress, RejectedOutput, SteppableEngine, ThreadState, ThreadStatus
 from mlx_engine.errors import EngineDeadError, RequestError
@@ -158,20 +160,9 @@ class EngineActor:
 
 def pack(output: RequestOutput) -> PackedOutput:
     """The output as a tuple of plain values."""
-    fields: PackedOutput = (
-        output.request_id,
-        output.new_token_ids,
-        output.finish_reason.value if output.finish_reason is not None else None,
-        output.num_prompt_tokens,
-        output.num_cached_tokens,
-        output.num_output_tokens,
-        output.arrival_time,
-        output.first_scheduled_time,
-        output.first_token_time,
-        output.num_preemptions,
-        output.error,
-    )
-    return (*fields, output.param, output.code) if isinstance(output, RejectedOutput) else fields
+    fields: PackedOutput = msgspec.structs.astuple(output)
+    reason = output.finish_reason
+    return fields if reason is None else (*fields[:2], reason.value, *fields[3:])
 
 
 def unpack(fields: PackedOutput) -> RequestOutput:

@@ -14,6 +14,7 @@ class SequenceState:
     request: Request
     key: CacheKey
     seed: int
+    num_prompt_tokens: int
     max_total_tokens: int  # prompt and output together
     arrival_time: float
     token_ids: list[int]  # prompt and output known to the host
@@ -39,7 +40,7 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         """Output alone, counted in the same way."""
-        return self.num_tokens - len(self.request.prompt_token_ids)
+        return len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens
 
     @property
     def awaits_last_token(self) -> bool:
@@ -51,7 +52,7 @@ class SequenceState:
         """What policies see of it. Whoever changes the state sets `view` to None."""
         if self.view is None:
             request = self.request
-            num_prompt_tokens = len(request.prompt_token_ids)
+            num_prompt_tokens = self.num_prompt_tokens
             num_tokens = len(self.token_ids) + self.num_pending_tokens
             self.view = RequestView(
                 request_id=request.request_id,
