@@ -138,8 +138,11 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
     """[B, P] the first `used` blocks of each table, padded with the scratch block."""
     width = int(used.max(initial=0))
     out = np.zeros((len(decodes), width), np.int32)
-    # A table that is an array("i") already, as PagedKVManager's, is copied without a look at its items.
-    flat = [array("i", seq.block_table[:count]) for seq, count in zip(decodes, used.tolist(), strict=True)]
+    # A table that is an array("i") of the right length, as PagedKVManager's mostly are, needs no copy of its own.
+    flat = [
+        table if len(table := seq.block_table) == count and isinstance(table, array) else array("i", table[:count])
+        for seq, count in zip(decodes, used.tolist(), strict=True)
+    ]
     out[np.arange(width) < used[:, None]] = np.frombuffer(b"".join(flat), np.int32)
     return out
 
