@@ -87,9 +87,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "caches results of before a preemption": edited(Scheduler, "_cache", "slot.epoch == state.epoch and ", ""),
     "keeps a preempted request in the step": edited(Scheduler, "_preempt", "plan.slots.pop(victim_id, None)", "None"),
     "preempts without freeing": edited(Scheduler, "_preempt", "self._kv.free(victim_id)", "pass"),
-    "samples one token early": edited(
-        Scheduler, "_take", "samples=end == total", "samples=end >= total - 1"
-    ),
+    "samples one token early": edited(Scheduler, "_take", "samples=end == total", "samples=end >= total - 1"),
     "caches one block too many": edited(Scheduler, "_cache", "state.token_ids[:end]", "state.token_ids[: end + 1]"),
     "caches the whole prompt after its first chunk": edited(
         Scheduler, "_cache", "state.token_ids[:end]", "state.token_ids"
