@@ -7,7 +7,7 @@ the replica lags, and how the engine is. Importing this module imports no MLX; o
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import gc
 import importlib
 import logging
 import os
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine_thread import EngineThread, Progress, RejectedOutput, SteppableEngine, ThreadState, ThreadStatus
 from mlx_engine.errors import EngineDeadError, RequestError
@@ -27,7 +29,7 @@ from mlx_engine.types import EngineInfo, EngineStats, FinishReason, Request, Req
 DEFAULT_BUILDER = "plugins.build:build_engine"
 HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.25
-_NUM_COMMON_FIELDS = len(dataclasses.fields(RequestOutput))
+_NUM_COMMON_FIELDS = len(RequestOutput.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,10 @@ class EngineActor:
         engine: SteppableEngine = getattr(importlib.import_module(module), function)(self._config, report)
         if self._model_path is None:
             self._model_path = resolve_model(self._config.model)
+        # What start-up made stays. A full pass of the garbage collector over it, 70 ms with MLX and Ray in the process,
+        # would stop every stream for as long.
+        gc.collect()
+        gc.freeze()
         return engine
 
     def _on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
@@ -159,20 +165,9 @@ class EngineActor:
 
 def pack(output: RequestOutput) -> PackedOutput:
     """The output as a tuple of plain values."""
-    fields: PackedOutput = (
-        output.request_id,
-        output.new_token_ids,
-        output.finish_reason.value if output.finish_reason is not None else None,
-        output.num_prompt_tokens,
-        output.num_cached_tokens,
-        output.num_output_tokens,
-        output.arrival_time,
-        output.first_scheduled_time,
-        output.first_token_time,
-        output.num_preemptions,
-        output.error,
-    )
-    return (*fields, output.param, output.code) if isinstance(output, RejectedOutput) else fields
+    fields: PackedOutput = msgspec.structs.astuple(output)
+    reason = output.finish_reason
+    return fields if reason is None else (*fields[:2], reason.value, *fields[3:])
 
 
 def unpack(fields: PackedOutput) -> RequestOutput:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from mlx_engine.engine_thread import RejectedOutput
 from mlx_engine.errors import EngineDeadError, RequestError
@@ -147,7 +149,7 @@ class EngineClient(Protocol):
 
 def _merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
     tokens = tuple(token for output in outputs for token in output.new_token_ids)
-    return replace(outputs[-1], new_token_ids=tokens)
+    return msgspec.structs.replace(outputs[-1], new_token_ids=tokens)
 
 
 def _as_exception(output: RequestOutput) -> Exception:

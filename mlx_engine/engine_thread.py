@@ -58,8 +58,7 @@ class ThreadStatus:
     is_permanent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RejectedOutput(RequestOutput):
+class RejectedOutput(RequestOutput, frozen=True):
     """The ERROR output of a request that the engine refused: the request's fault, not the engine's."""
 
     param: str | None = None

@@ -9,7 +9,7 @@ Rows are tokens. Sequences that run one token come first (the decode rows), pref
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,7 +80,8 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     decodes = [seq for seq in output.sequences if seq.num_tokens == 1]
     # Those of one length that start their prompt side by side: attention takes them together.
     chunks = sorted((s for s in output.sequences if s.num_tokens > 1), key=lambda s: (s.start > 0, s.num_tokens))
-    num_decodes, num_rows = len(decodes), output.num_tokens
+    num_decodes = len(decodes)
+    num_rows = num_decodes + sum([seq.num_tokens for seq in chunks])
     token_ids = np.zeros(num_rows, np.int32)
     feedback = np.full(num_rows, -1, np.int32)
     positions = np.empty(num_rows, np.int32)
@@ -90,8 +91,9 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     feedback[:num_decodes] = _feedback(decodes, last_samples)
     starts = positions[:num_decodes]
     starts[:] = [seq.start for seq in decodes]
-    tables = _padded_tables(decodes, starts // block_size + 1)
-    slots[:num_decodes] = tables[np.arange(num_decodes), starts // block_size] * block_size + starts % block_size
+    blocks, offsets = np.divmod(starts, block_size)
+    tables = _padded_tables(decodes, blocks + 1)
+    slots[:num_decodes] = tables[np.arange(num_decodes), blocks] * block_size + offsets
     sample_rows = [row for row, seq in enumerate(decodes) if seq.samples]
     samples = [seq for seq in decodes if seq.samples]
     prefill = []
@@ -125,7 +127,7 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
 
 def _feedback(decodes: Sequence[ScheduledSequence], last_samples: Sequence[str]) -> list[int]:
     """Which of the last samples each row's token is, -1 where the host has it."""
-    source = {request_id: i for i, request_id in enumerate(last_samples)}
+    source = dict(zip(last_samples, range(len(last_samples)), strict=True))
     indices = [-1 if seq.token_ids else source.get(seq.request_id, -2) for seq in decodes]
     if -2 in indices:
         seq = decodes[indices.index(-2)]
@@ -137,9 +139,12 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
     """[B, P] the first `used` blocks of each table, padded with the scratch block."""
     width = int(used.max(initial=0))
     out = np.zeros((len(decodes), width), np.int32)
-    counts = used.tolist()
-    flat = itertools.chain.from_iterable(seq.block_table[:count] for seq, count in zip(decodes, counts, strict=True))
-    out[np.arange(width) < used[:, None]] = np.fromiter(flat, np.int32, sum(counts))
+    # A table that is an array("i") of the right length, as PagedKVManager's mostly are, needs no copy of its own.
+    flat = [
+        table if len(table := seq.block_table) == count and isinstance(table, array) else array("i", table[:count])
+        for seq, count in zip(decodes, used.tolist(), strict=True)
+    ]
+    out[np.arange(width) < used[:, None]] = np.frombuffer(b"".join(flat), np.int32)
     return out
 
 

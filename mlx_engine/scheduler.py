@@ -120,12 +120,13 @@ class Scheduler:
     def add_request(self, request: Request, now: float) -> None:
         """Queues a request that fits: its prompt leaves room for one token, and its id is new."""
         sampling = request.sampling
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt_token_ids)
         self._states[request.request_id] = self._waiting[request.request_id] = SequenceState(
             request=request,
             key=CacheKey(self._model_name, None, request.cache_salt),
             seed=sampling.seed if sampling.seed is not None else self._random.getrandbits(63),
-            max_total_tokens=min(num_prompt + sampling.max_tokens, self._max_total),
+            num_prompt_tokens=num_prompt_tokens,
+            max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, self._max_total),
             arrival_time=request.arrival_time if request.arrival_time is not None else now,
             token_ids=list(request.prompt_token_ids),
         )
@@ -180,8 +181,8 @@ class Scheduler:
         return SchedulerView(
             now=now,
             step=self._counters.steps,
-            waiting=tuple(s.to_view() for s in self._waiting.values()),
-            running=tuple(s.to_view() for s in self._running.values() if not s.awaits_last_token),
+            waiting=tuple([s.to_view() for s in self._waiting.values()]),
+            running=tuple([s.to_view() for s in self._running.values() if not s.awaits_last_token]),
             token_budget=self._budget,
             max_num_seqs=self._max_num_seqs,
             num_free_blocks=self._kv.num_free_blocks,
@@ -191,16 +192,17 @@ class Scheduler:
 
     def _fill(self, proposals: Sequence[ScheduledRequest], now: float) -> _Plan:
         plan = _Plan(self._budget)
-        seen: set[str] = set()
+        states = self._states
+        seen: set[SequenceState] = set()
         for proposal in proposals:
             if plan.budget == 0:
                 break
             is_proposal = isinstance(proposal, ScheduledRequest) and isinstance(proposal.num_tokens, int)
-            state = self._states.get(proposal.request_id) if is_proposal else None
-            if state is None or proposal.request_id in seen or proposal.num_tokens < 1:
+            state = states.get(proposal.request_id) if is_proposal else None
+            if state is None or state in seen or proposal.num_tokens < 1:
                 self._counters.rejected_proposals += 1
                 continue
-            seen.add(proposal.request_id)
+            seen.add(state)
             # Preempted while its token is on the device: it can come back once the host knows the token.
             if state.awaits_last_token or (not state.running and state.num_pending_tokens):
                 continue
@@ -239,24 +241,25 @@ class Scheduler:
         state.num_computed_tokens = match.num_tokens
         if state.num_cached_tokens is None:
             state.num_cached_tokens = match.num_tokens
-            self._counters.prompt_tokens += len(state.request.prompt_token_ids)
+            self._counters.prompt_tokens += state.num_prompt_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
 
     def _take(self, state: SequenceState, wanted: int, plan: _Plan, now: float) -> None:
         """Puts a running request into the step, if blocks can be had for it."""
         request_id = state.request.request_id
-        remaining = state.num_tokens - state.num_computed_tokens
-        cost = self._token_cost(state.num_computed_tokens) if remaining > 1 else 1.0
-        num_tokens = min(wanted, remaining, max(1, int(min(plan.budget, self._chunk) / cost)))
-        end = state.num_computed_tokens + num_tokens
+        start = state.num_computed_tokens
+        total = state.num_tokens
+        num_tokens, cost = 1, 1.0  # a decode row
+        if total - start > 1:
+            cost = self._token_cost(start)
+            num_tokens = min(wanted, total - start, max(1, int(min(plan.budget, self._chunk) / cost)))
+        end = start + num_tokens
         while not self._kv.allocate_slots(request_id, end):
             if not self._preempt_for(request_id, plan, now) or not state.running:
                 return
         # A lone token may cost more than is left.
-        charged = min(math.ceil(num_tokens * cost), plan.budget)
-        plan.slots[request_id] = StepSlot(
-            state, state.epoch, state.num_computed_tokens, num_tokens, charged, samples=end == state.num_tokens
-        )
+        charged = min(math.ceil(num_tokens * cost), plan.budget) if cost > 1.0 else num_tokens
+        plan.slots[request_id] = StepSlot(state, state.epoch, start, num_tokens, charged, samples=end == total)
         plan.budget -= charged
 
     def _token_cost(self, context: int) -> float:
@@ -301,25 +304,26 @@ class Scheduler:
     def _commit(self, plan: _Plan, now: float) -> Step:
         sequences = []
         for request_id, slot in plan.slots.items():
-            state = slot.state
-            end = slot.start + slot.num_tokens
+            state, start, samples = slot.state, slot.start, slot.samples
+            token_ids = state.token_ids
+            end = start + slot.num_tokens
             sequences.append(
                 ScheduledSequence(
                     request_id=request_id,
-                    start=slot.start,
+                    start=start,
                     num_tokens=slot.num_tokens,
-                    token_ids=state.token_ids[slot.start : end],
+                    token_ids=token_ids[start:end] if start < len(token_ids) else (),
                     block_table=self._kv.block_table(request_id),
-                    samples=slot.samples,
+                    samples=samples,
                     num_output_tokens=state.num_output_tokens,
                     sampling=state.request.sampling,
                     seed=state.seed,
                 )
             )
-            if end <= len(state.request.prompt_token_ids):
+            if end <= state.num_prompt_tokens:
                 self._counters.prefill_tokens += slot.num_tokens
             state.num_computed_tokens = end
-            state.num_pending_tokens += slot.samples
+            state.num_pending_tokens += samples
             state.last_scheduled_time = now
             if state.first_scheduled_time is None:
                 state.first_scheduled_time = now
@@ -340,16 +344,16 @@ class Scheduler:
                 outputs.append(self._append(slot, result.sampled_token_ids, now))
             if not state.finished:
                 self._cache(slot)
+        self._counters.generation_tokens += len(outputs)
         return outputs
 
     def _append(self, slot: StepSlot, sampled: Mapping[str, int], now: float) -> RequestOutput:
         state = slot.state
-        sampling = state.request.sampling
-        token = sampled[state.request.request_id]
+        request_id, sampling = state.request.request_id, state.request.sampling
+        token = sampled[request_id]
         state.token_ids.append(token)
         state.num_pending_tokens -= 1
         state.view = None
-        self._counters.generation_tokens += 1
         if state.first_token_time is None:
             state.first_token_time = now
         stops = token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
@@ -363,12 +367,12 @@ class Scheduler:
             self._finish(state)
             self._counters.finished += 1
         return RequestOutput(
-            request_id=state.request.request_id,
+            request_id=request_id,
             new_token_ids=() if stops else (token,),
             finish_reason=reason,
-            num_prompt_tokens=len(state.request.prompt_token_ids),
+            num_prompt_tokens=state.num_prompt_tokens,
             num_cached_tokens=state.num_cached_tokens or 0,
-            num_output_tokens=len(state.token_ids) - len(state.request.prompt_token_ids),
+            num_output_tokens=len(state.token_ids) - state.num_prompt_tokens,
             arrival_time=state.arrival_time,
             first_scheduled_time=state.first_scheduled_time,
             first_token_time=state.first_token_time,
@@ -377,8 +381,9 @@ class Scheduler:
 
     def _cache(self, slot: StepSlot) -> None:
         state = slot.state
-        end = slot.start + slot.num_tokens
-        if slot.epoch == state.epoch and end // self._block_size > slot.start // self._block_size:
+        fills_block = slot.start % self._block_size + slot.num_tokens >= self._block_size
+        if slot.epoch == state.epoch and fills_block:
+            end = slot.start + slot.num_tokens
             self._kv.cache_blocks(state.request.request_id, state.token_ids[:end], state.key)
 
     def _finish(self, state: SequenceState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_engine.types import CacheKey, Request, RequestView, SchedulerOutput
+from mlx_engine.types import CacheKey, Request, RequestView, Row, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -14,6 +14,7 @@ class SequenceState:
     request: Request
     key: CacheKey
     seed: int
+    num_prompt_tokens: int
     max_total_tokens: int  # prompt and output together
     arrival_time: float
     token_ids: list[int]  # prompt and output known to the host
@@ -39,34 +40,36 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         """Output alone, counted in the same way."""
-        return self.num_tokens - len(self.request.prompt_token_ids)
+        return len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens
 
     @property
     def awaits_last_token(self) -> bool:
         """Whether the step in flight gives its last token: nothing more to schedule, only to wait."""
-        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
+        pending = self.num_pending_tokens
+        return pending > 0 and len(self.token_ids) + pending >= self.max_total_tokens
 
     def to_view(self) -> RequestView:
         """What policies see of it. Whoever changes the state sets `view` to None."""
         if self.view is None:
             request = self.request
+            num_prompt_tokens = self.num_prompt_tokens
+            num_tokens = len(self.token_ids) + self.num_pending_tokens
             self.view = RequestView(
                 request_id=request.request_id,
                 arrival_time=self.arrival_time,
                 priority=request.priority,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_tokens=self.num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                num_tokens=num_tokens,
                 num_computed_tokens=self.num_computed_tokens,
-                num_output_tokens=self.num_output_tokens,
-                max_tokens=self.max_total_tokens - len(request.prompt_token_ids),
+                num_output_tokens=num_tokens - num_prompt_tokens,
+                max_tokens=self.max_total_tokens - num_prompt_tokens,
                 num_preemptions=self.epoch,
                 last_scheduled_time=self.last_scheduled_time,
             )
         return self.view
 
 
-@dataclass(frozen=True, slots=True)
-class StepSlot:
+class StepSlot(Row, frozen=True):
     """A sequence's place in a step: what is needed to apply the result later."""
 
     state: SequenceState

@@ -1,6 +1,8 @@
 """The data that crosses the engine's seams: frozen, slotted, and free of arrays.
 
 Units: token counts are tokens, times are seconds of `time.monotonic()`, sizes say bytes in their name.
+
+What is made anew for every row of every step is a `Row`, everything else a dataclass.
 """
 
 from __future__ import annotations
@@ -9,10 +11,20 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlx_engine.errors import RequestError
 
 # Block 0 of every pool is scratch: padding points at it, and it is never handed out or counted.
 SCRATCH_BLOCK = 0
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """A base for frozen records that a step makes one of for each of its rows.
+
+    Made in 0.1 us, where a frozen dataclass of ten fields takes 1.2, and never visited by the garbage collector: a Row
+    must hold nothing that leads back to it. `msgspec.structs` has what `dataclasses` has for dataclasses.
+    """
 
 
 class FinishReason(enum.StrEnum):
@@ -79,8 +91,7 @@ class Request:
     arrival_time: float | None = None  # the engine's clock when it was added, if None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(Row, frozen=True):
     """What one engine step produced for one request."""
 
     request_id: str
@@ -96,8 +107,7 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(Row, frozen=True):
     """One request as a policy sees it."""
 
     request_id: str
@@ -119,7 +129,7 @@ class RequestView:
     @property
     def is_decoding(self) -> bool:
         """Whether its next step is one token long and yields a token."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        return self.num_output_tokens > 0 and self.num_tokens - self.num_computed_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +158,7 @@ class SchedulerView:
         return any(view.request_id == request_id for view in self.running)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(Row, frozen=True):
     """A policy's proposal: run up to num_tokens tokens of this request in the step.
 
     The Scheduler clamps it to what the request needs and to what is left of the budget, so a policy may
@@ -182,8 +191,7 @@ class KVCacheUsage:
     external_fragmentation: float  # share of the free blocks outside the largest run of free ids, 0 to 1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(Row, frozen=True):
     """One sequence's part of a step: `num_tokens` tokens from position `start` on."""
 
     request_id: str

@@ -7,6 +7,7 @@ adopts a whole computed block, cached -> free by eviction, private -> free when 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,7 +22,8 @@ from mlx_engine.types import CacheKey, KVCacheUsage, PrefixMatch, cdiv
 class _Sequence:
     """What one request holds."""
 
-    table: list[int] = field(default_factory=list)
+    # Not a list: a step's input takes hundreds of tables, and copies these without a look at their items.
+    table: array[int]
     private: set[int] = field(default_factory=set)  # the blocks of the table that the cache doesn't own
     num_tokens: int = 0  # that the table was last asked to cover
     num_offered: int = 0  # leading blocks that were matched in, or offered to, the prefix cache
@@ -61,6 +63,11 @@ class PagedKVManager(KVCacheManager):
         that holds blocks already.
         """
         seq = self._sequences.get(request_id)
+        # Mostly: a decoding request needs a block once in block_size steps.
+        if seq is not None and match is None and num_tokens <= len(seq.table) * self._block_size:
+            if num_tokens > seq.num_tokens:
+                seq.num_tokens = num_tokens
+            return True
         matched = match.block_ids if match is not None else ()
         if matched:
             if seq is not None:
@@ -74,8 +81,8 @@ class PagedKVManager(KVCacheManager):
                 self._cache.release(request_id)
             return False
         if seq is None:
-            seq = self._sequences[request_id] = _Sequence(table=list(matched), num_offered=len(matched))
-        seq.table += block_ids
+            seq = self._sequences[request_id] = _Sequence(table=array("i", matched), num_offered=len(matched))
+        seq.table.extend(block_ids)
         seq.private.update(block_ids)
         self._num_private += len(block_ids)
         seq.num_tokens = max(seq.num_tokens, num_tokens)
@@ -181,7 +188,6 @@ class PagedKVManager(KVCacheManager):
 
     def _take(self, num_blocks: int) -> list[int] | None:
         """Takes blocks from the pool, evicting what it lacks; None, and nothing evicted, if that isn't enough."""
-        # Mostly: a decoding request needs a block once in block_size steps.
         if num_blocks <= 0:
             return []
         if num_blocks > self.num_free_blocks:

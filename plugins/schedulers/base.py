@@ -20,16 +20,18 @@ def by_arrival(request: RequestView) -> tuple[float, str]:
 def propose(requests: Iterable[RequestView]) -> list[ScheduledRequest]:
     """All that is left of each request, in order; the Scheduler cuts to budget and chunk."""
     return [
-        ScheduledRequest(request.request_id, request.num_uncomputed_tokens)
+        ScheduledRequest(request.request_id, num_tokens)
         for request in requests
-        if request.num_uncomputed_tokens > 0
+        if (num_tokens := request.num_uncomputed_tokens) > 0
     ]
 
 
 def split_running(view: SchedulerView) -> tuple[list[RequestView], list[RequestView]]:
     """The running requests that decode, and those still in prefill, each in order of admission."""
-    decodes = [request for request in view.running if request.is_decoding]
-    prefills = [request for request in view.running if not request.is_decoding]
+    decodes: list[RequestView] = []
+    prefills: list[RequestView] = []
+    for request in view.running:
+        (decodes if request.is_decoding else prefills).append(request)
     return decodes, prefills
 
 
@@ -55,6 +57,8 @@ def admissible(view: SchedulerView, waiting: Sequence[RequestView]) -> Iterator[
     gap that a large one in front of them can't, and it is the Scheduler that bounds how often one is overtaken.
     """
     slots = view.max_num_seqs - len(view.running)
+    if slots <= 0 or not waiting:
+        return
     free = free_after_running(view)
     for index, request in enumerate(waiting):
         if slots <= 0:

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 
 from deployments.engine_api import EngineHealth, HealthStatus, OutputStream, ServedModel, TextModel
@@ -95,14 +96,14 @@ class FakeEngine:
             reason = FinishReason.LENGTH if count == limit else None
             now = time.monotonic()
             stream.put(
-                replace(
+                msgspec.structs.replace(
                     output, new_token_ids=(token,), finish_reason=reason, num_output_tokens=count, first_token_time=now
                 )
             )
             if reason is not None:
                 return
             await asyncio.sleep(self.step_s)
-        stream.put(replace(output, finish_reason=FinishReason.STOP, num_output_tokens=len(tokens) + 1))
+        stream.put(msgspec.structs.replace(output, finish_reason=FinishReason.STOP, num_output_tokens=len(tokens) + 1))
 
 
 @dataclass

@@ -4,6 +4,7 @@ dead."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable
@@ -146,6 +147,21 @@ def test_a_build_that_fails_for_good_says_so() -> None:
         assert "unlucky" in (status.thread.error or "")
 
     asyncio.run(scenario())
+
+
+def test_the_garbage_collector_passes_over_what_starting_up_made() -> None:
+    gc.unfreeze()
+
+    async def scenario() -> int:
+        events = actor().events()
+        await until(events, ready)
+        await events.aclose()  # type: ignore[attr-defined]
+        return gc.get_freeze_count()
+
+    try:
+        assert asyncio.run(scenario()) > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_outputs_survive_packing() -> None:

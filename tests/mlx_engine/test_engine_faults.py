@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlx_engine import scheduler
@@ -72,7 +72,7 @@ def _outputs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def update_from_output(self: Scheduler, *args: Any) -> list[RequestOutput]:
         outputs = original(self, *args)
-        return outputs + [dataclasses.replace(o) for o in outputs if o.finish_reason is not None]
+        return outputs + [msgspec.structs.replace(o) for o in outputs if o.finish_reason is not None]
 
     monkeypatch.setattr(Scheduler, "update_from_output", update_from_output)
 
@@ -87,9 +87,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "caches results of before a preemption": edited(Scheduler, "_cache", "slot.epoch == state.epoch and ", ""),
     "keeps a preempted request in the step": edited(Scheduler, "_preempt", "plan.slots.pop(victim_id, None)", "None"),
     "preempts without freeing": edited(Scheduler, "_preempt", "self._kv.free(victim_id)", "pass"),
-    "samples one token early": edited(
-        Scheduler, "_take", "samples=end == state.num_tokens", "samples=end >= state.num_tokens - 1"
-    ),
+    "samples one token early": edited(Scheduler, "_take", "samples=end == total", "samples=end >= total - 1"),
     "caches one block too many": edited(Scheduler, "_cache", "state.token_ids[:end]", "state.token_ids[: end + 1]"),
     "caches the whole prompt after its first chunk": edited(
         Scheduler, "_cache", "state.token_ids[:end]", "state.token_ids"
