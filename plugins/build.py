@@ -98,10 +98,11 @@ def _assemble(
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))
     report("check", 1.0)
     report("allocate", 0.0)
+    kv_dtype = mx.int8 if config.kv_cache_dtype == "int8" else loaded.dtype
     plan = plan_kv_blocks(
         config,
         model.layers,
-        dtype_bytes=loaded.dtype.size,
+        kv_dtype=kv_dtype,
         block_size=config.block_size,
         weights_bytes=loaded.weight_bytes,
         activation_bytes=activation_bytes,
@@ -118,7 +119,7 @@ def _assemble(
         },
         options=config.kv_manager_options,
     )
-    backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype)
+    backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype, kv_dtype)
     report("allocate", 1.0)
     name = served_name(config.model)
     scheduler = Scheduler(
@@ -161,6 +162,7 @@ def _assemble(
         block_size=config.block_size,
         device=mx.default_device().type.name,
         dtype=str(loaded.dtype).removeprefix("mlx.core."),
+        kv_dtype=str(kv_dtype).removeprefix("mlx.core."),
         policies={
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,
