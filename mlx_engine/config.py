@@ -24,8 +24,8 @@ class EngineConfig(BaseModel):
     )
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto",
-        description="type of K/V in the pool; auto: the engine's; int8: 8 bits and a scale for each token and K/V head, "
-        "about half of the memory of 16 bits, not quite the same tokens",
+        description="type of K/V in the pool; auto: that of `dtype`; int8: 8 bits and a scale for each token and K/V "
+        "head, about half of the memory of 16 bits, not quite the same tokens",
     )
     max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; the model's own if null")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")

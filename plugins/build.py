@@ -55,6 +55,15 @@ def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
     return _assemble(config, loaded, _native_library(config, _silent), *_create_policies(config), _silent)
 
 
+def build_model(config: EngineConfig, loaded: LoadedModel) -> PagedModel:
+    """The model as an engine of this configuration runs it. For benches that need more logits than an engine's."""
+    return _paged_model(loaded, _native_library(config, _silent))
+
+
+def _paged_model(loaded: LoadedModel, native: NativeLibrary | None) -> PagedModel:
+    return PagedModel(loaded, partial(adapt_for_cpu, native=native) if runs_on_cpu() else adapt_for_gpu)
+
+
 def _attention_backend(config: EngineConfig) -> str:
     """The name of the attention backend, chosen where the configuration leaves it open."""
     if config.attention_backend != "auto":
@@ -90,7 +99,7 @@ def _assemble(
     if on_cpu:
         keep_freed_memory()
     report("check", 0.0)
-    model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else adapt_for_gpu)
+    model = _paged_model(loaded, native)
     if on_cpu:
         use_huge_pages(array for _, array in tree_flatten(loaded.model.parameters()))
     activation_bytes = 0

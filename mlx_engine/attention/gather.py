@@ -1,8 +1,8 @@
 """The `gather` backend: pages are collected through the block table, then attended to with MLX's own operations.
 
 The pool of one layer is [num_blocks + 1, num_kv_heads, block_size, head_dim], so that one head's part of a block is one
-contiguous matrix. What is read of a pool of 8-bit integers is copied out of it as numbers of the model's type. The paths,
-counted by name:
+contiguous matrix. What is read of a pool of 8-bit integers is copied out of it as numbers of the model's type. The
+paths, counted by name:
 
 - `gather_sdpa`: decode rows; pages copied into a dense tensor, then `mx.fast.scaled_dot_product_attention`.
 - `paged_matmul`: decode rows on the CPU in float32; the pages are multiplied where they lie (8-bit ones: copies).

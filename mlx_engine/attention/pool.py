@@ -1,8 +1,8 @@
 """One layer's K/V pool: in the model's type, or as 8-bit integers with a scale for each token and K/V head.
 
 A scale is float32 whatever the model's type: a token's 64 keys of a head then take 68 bytes instead of 128 in 16 bits,
-and there is nothing to round or to overflow. Scales lie apart from the numbers, so that these stay in whole pieces of 16
-bytes, and those of a block's tokens lie together.
+and there is nothing to round or to overflow. Scales lie apart from the numbers, so that these stay in whole pieces of
+16 bytes, and those of a block's tokens lie together.
 """
 
 from __future__ import annotations
