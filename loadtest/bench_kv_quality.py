@@ -1,8 +1,9 @@
 """What K/V in 8 bits costs in quality: perplexity of real text, and how long greedy outputs stay the same.
 
-The text is the language reference that ships with Python (`pydoc_data.topics`). Its perplexity is teacher-forced, through
-the paged model and the attention backend of the engine: stretches of it are read in prefill chunks, the last tokens of
-each as decode rows of one step. Then whole engines continue pieces of it greedily. Prints a table and writes JSON.
+The text is the language reference that ships with Python (`pydoc_data.topics`). Its perplexity is teacher-forced,
+through the paged model and the attention backend of the engine: stretches of it are read in prefill chunks, the last
+tokens of each as decode rows of one step. Then whole engines continue pieces of it greedily. Prints a table and writes
+JSON.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import hashlib
 import math
 import pydoc_data.topics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 # Before anything that imports MLX: OpenBLAS must come first.
-from mlx_engine.attention.fused import FusedBackend, kernels_run_here
-from mlx_engine.attention.gather import GatherBackend
+from mlx_engine.attention.fused import kernels_run_here
 from mlx_engine.config import EMBEDDED_MODEL, EngineConfig
 from mlx_engine.input_batch import build_input_batch
+from mlx_engine.interfaces import AttentionBackend
 from mlx_engine.memory import bytes_per_block
 from mlx_engine.models.load import load_model
 from mlx_engine.models.resolve import resolve_model
@@ -29,9 +30,11 @@ from mlx_engine.models.tokenizer import Tokenizer
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput, cdiv
 from plugins.build import build_engine_for, build_model
+from plugins.registry import ATTENTION_BACKENDS, create
 
 # Third-party, but after ours: the first import of `mlx.core` binds its BLAS.
 import mlx.core as mx  # isort: skip
+import numpy as np  # isort: skip
 from tqdm import tqdm  # isort: skip
 
 from loadtest import environment
@@ -107,32 +110,34 @@ class Scorer:
     """Reads texts of one length through a model whose K/V lies in a paged pool, all texts beside each other."""
 
     def __init__(
-        self, model: PagedModel, windows: Sequence[Sequence[int]], kv_dtype: mx.Dtype, dtype: mx.Dtype
+        self, model: PagedModel, windows: Sequence[Sequence[int]], dtype: mx.Dtype, kv_dtype: mx.Dtype
     ) -> None:
+        """dtype is the model's, kv_dtype the pool's; see AttentionBackend."""
         self._model = model
         self._windows = windows
         self._length = len(windows[0])
         self._num_pages = cdiv(self._length, _BLOCK_SIZE)
-        self._backend = FusedBackend() if kernels_run_here() else GatherBackend()
+        name = "fused" if kernels_run_here() else "gather"
+        self._backend: AttentionBackend = create(ATTENTION_BACKENDS, name, kwargs={}, options={})
         self._backend.initialize(model.layers, len(windows) * self._num_pages, _BLOCK_SIZE, dtype, kv_dtype)
         self._steps = 0
 
-    def run(self, decode_tokens: int) -> Iterator[dict[str, list[Scores]]]:
-        """The texts' scores by path. Yields after each step, the last time with everything."""
+    def run(self, decode_tokens: int, name: str = "") -> dict[str, list[Scores]]:
+        """The texts' scores by path; `name` is said beside the progress."""
         scores = {path: [Scores([], []) for _ in self._windows] for path in _PATHS}
         chunks, decodes = (scores[path] for path in _PATHS)
         first_decode = self._length - 1 - decode_tokens
-        for window in range(len(self._windows)):
-            for start in range(0, first_decode, _CHUNK):
-                self._step([window], start, min(_CHUNK, first_decode - start), chunks)
-                yield scores
-        for start in range(first_decode, self._length - 1):
-            self._step(range(len(self._windows)), start, 1, decodes)
-            yield scores
-
-    def num_steps(self, decode_tokens: int) -> int:
-        """How often `run` yields."""
-        return len(self._windows) * cdiv(self._length - 1 - decode_tokens, _CHUNK) + decode_tokens
+        everything = range(len(self._windows))
+        with tqdm(total=(self._length - 1) * len(everything), desc=name, unit="token", file=sys.stderr) as bar:
+            for window in everything:
+                for start in range(0, first_decode, _CHUNK):
+                    count = min(_CHUNK, first_decode - start)
+                    self._step([window], start, count, chunks)
+                    bar.update(count)
+            for start in range(first_decode, self._length - 1):
+                self._step(everything, start, 1, decodes)
+                bar.update(len(everything))
+        return scores
 
     def dispatch_counts(self) -> dict[str, int]:
         """The backend's."""
@@ -164,8 +169,8 @@ class Scorer:
         mx.eval(losses, best, self._backend.state())
         for row, window in enumerate(windows):
             rows = slice(row * count, (row + 1) * count)
-            scores[window].losses.extend(losses[rows].tolist())
-            scores[window].best.extend(best[rows].tolist())
+            scores[window].losses.extend(np.array(losses[rows]).tolist())
+            scores[window].best.extend(np.array(best[rows]).tolist())
 
 
 def same_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[float, int]:
@@ -177,14 +182,12 @@ def same_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[float, int
 def score_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], record: Record) -> None:
     """Perplexities of both arms, and how often they find the same token most likely."""
     loaded = load_model(folder, args.dtype)
-    model = build_model(EngineConfig(model=args.model), loaded)
+    model = build_model(EngineConfig.model_validate({"model": args.model}), loaded)
     windows = spread(ids, args.windows, args.context)
     found: dict[str, dict[str, list[Scores]]] = {}
     for arm, kv_dtype in ((AUTO, loaded.dtype), (INT8, mx.int8)):
-        scorer = Scorer(model, windows, kv_dtype, loaded.dtype)
-        steps = tqdm(scorer.run(args.decode_tokens), arm, scorer.num_steps(args.decode_tokens), unit="step")
-        for scores in steps:
-            found[arm] = scores
+        scorer = Scorer(model, windows, loaded.dtype, kv_dtype)
+        found[arm] = scorer.run(args.decode_tokens, arm)
         for path, count in scorer.dispatch_counts().items():
             record.count(arm, f"attention_dispatch {path}", count)
         per_token = bytes_per_block(model.layers, _BLOCK_SIZE, kv_dtype) / _BLOCK_SIZE
@@ -197,8 +200,8 @@ def score_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], recor
                        case=path, figures=("median", "min", "max"), digits=3)  # fmt: skip
     for path in _PATHS:
         agreement = [same_tokens(a.best, b.best)[0] for a, b in zip(found[AUTO][path], found[INT8][path], strict=True)]
-        record.add("same most likely token", "%", INT8, agreement, better="higher", case=path, figures=("median", "min"),
-                   digits=2)  # fmt: skip
+        record.add("same most likely token", "%", INT8, agreement, better="higher", case=path,
+                   figures=("median", "min"), digits=2)  # fmt: skip
     loss = perplexity(everything[INT8]) / perplexity(everything[AUTO]) - 1
     record.check(
         f"perplexity rises by at most {100 * _MOST_LOSS:g} %",
@@ -213,19 +216,19 @@ def continue_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], re
     longest = max(args.prompt_tokens) + args.output_tokens
     outputs: dict[str, dict[int, list[list[int]]]] = {}
     for arm in (AUTO, INT8):
-        config = EngineConfig(
-            model=args.model,
-            dtype=args.dtype,
-            kv_cache_dtype=arm,
-            block_size=_BLOCK_SIZE,
-            num_blocks=args.prompts * cdiv(longest, _BLOCK_SIZE),
-            max_model_len=longest,
-            prefix_cache="none",
-        )
-        engine = build_engine_for(config, load_model(folder, args.dtype))
+        config = {
+            "model": args.model,
+            "dtype": args.dtype,
+            "kv_cache_dtype": arm,
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": args.prompts * cdiv(longest, _BLOCK_SIZE),
+            "max_model_len": longest,
+            "prefix_cache": "none",
+        }
+        engine = build_engine_for(EngineConfig.model_validate(config), load_model(folder, args.dtype))
         sampling = SamplingParams(max_tokens=args.output_tokens, temperature=0.0, ignore_eos=True)
         outputs[arm] = {length: [[] for _ in pieces] for length, pieces in prompts.items()}
-        for length, pieces in tqdm(prompts.items(), f"{arm}, greedy", unit="length"):
+        for length, pieces in tqdm(prompts.items(), f"{arm}, greedy", unit="length", file=sys.stderr):
             for index, piece in enumerate(pieces):
                 engine.add_request(Request(str(index), tuple(piece), sampling))
             while engine.has_unfinished_requests():
@@ -243,8 +246,8 @@ def continue_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], re
         whole = sum(count == args.output_tokens for _, count in compared)
         mean = sum(share for share, _ in compared) / len(compared)
         record.notes.append(
-            f"Greedy after {length:,} tokens: {whole} of {len(compared)} outputs of {args.output_tokens} tokens are the "
-            f"same, and {mean:.1f} % of all tokens."
+            f"Greedy after {length:,} tokens: {whole} of {len(compared)} outputs of {args.output_tokens} tokens are "
+            f"the same, and {mean:.1f} % of all tokens."
         )
 
 
@@ -263,8 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     record.notes.append(
-        f"Text: the language reference in Python {found['versions']['python']}, {len(ids):,} tokens, of which "
-        f"{args.windows} stretches of {args.context:,} are scored, the last {args.decode_tokens} of each as decode rows."
+        f"Text: the language reference in Python {found['versions']['python']}, {len(ids):,} tokens. Scored: "
+        f"{args.windows} stretches of {args.context:,}, the last {args.decode_tokens} of each in decode rows."
     )
     result: dict[str, Any] = {
         "benchmark": "experiment",
