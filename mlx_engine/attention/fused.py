@@ -14,6 +14,7 @@ paths, counted by name:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,16 +46,23 @@ class FusedBackend(GatherBackend):
         self._dtype: mx.Dtype = mx.float32
         self._last: list[mx.array] = []  # what the last layer of the latest step gave
 
-    def initialize(self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
+    def initialize(
+        self,
+        layers: Sequence[LayerKVSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        kv_dtype: mx.Dtype | None = None,
+    ) -> None:
         """See AttentionBackend. Raises ConfigError where there is no GPU that the kernels run on."""
         if not kernels_run_here():
             raise ConfigError(
                 "engine.attention_backend is fused, whose kernels run on Metal and CUDA, and MLX's default device is "
                 f"{mx.default_device()}: set it to gather, or to auto"
             )
-        super().initialize(layers, num_blocks, block_size, dtype)
+        super().initialize(layers, num_blocks, block_size, dtype, kv_dtype)
         self._dtype = dtype
-        self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype) for s in layers]
+        self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype, kv_dtype) for s in layers]
 
     def begin_step(self, batch: InputBatch) -> list[PagedView]:
         """See AttentionBackend."""
@@ -97,22 +105,15 @@ class FusedBackend(GatherBackend):
 
     def state(self) -> list[mx.array]:
         """See AttentionBackend."""
-        gathered = [
-            pool
-            for layer, fits in enumerate(self._supported)
-            if not fits
-            for pool in (self._keys[layer], self._values[layer])
-        ]
-        return gathered + self._last
+        gathered = [pool.arrays() for pool, fits in zip(self._pools, self._supported, strict=True) if not fits]
+        return [*itertools.chain(*gathered), *self._last]
 
     def append(self, layer: int, step: FusedStep, keys: mx.array, values: mx.array) -> mx.array:
         """Stores the keys and values [n, num_kv_heads, head_dim] of the step's chunks; see PagedKernels.append."""
         if step.chunk_slots is None:
             raise ValueError("the step has no chunks")
         spec = self._layers[layer]
-        return self._layer_kernels(spec.num_kv_heads, spec).append(
-            keys, values, self._keys[layer], self._values[layer], step.chunk_slots
-        )
+        return self._layer_kernels(spec.num_kv_heads, spec).append(keys, values, self._pools[layer], step.chunk_slots)
 
     def attend_fused(
         self,
@@ -129,20 +130,20 @@ class FusedBackend(GatherBackend):
 
         `new` are the keys and values [T, num_kv_heads, 1, head_dim] of the step.
         """
-        spec = self._layers[layer]
+        spec, pool = self._layers[layer], self._pools[layer]
         num_decodes = step.num_decodes
         parts = []
         if num_decodes:
             kernels = self._layer_kernels(queries.shape[1], spec)
-            parts_per_row = kernels.num_heads // heads_per_group(kernels.num_heads // spec.num_kv_heads)
+            group = kernels.num_heads // spec.num_kv_heads
+            parts_per_row = kernels.num_heads // heads_per_group(group, quantized=pool.quantized)
             longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
             splits = num_splits(num_decodes, parts_per_row, longest)
             self._counts["fused" if splits == 1 else "fused_split"] += 1
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
                 *(x[:num_decodes].squeeze(2) for x in new),
-                self._keys[layer],
-                self._values[layer],
+                pool,
                 step.block_tables,
                 step.seq_lens,
                 scale=scale,
@@ -158,13 +159,12 @@ class FusedBackend(GatherBackend):
             parts += self.attend_chunks(
                 step.chunks,
                 queries,
-                lambda context: kernels.collect(
-                    self._keys[layer], self._values[layer], context.block_table, step.length(context.num_tokens), after
-                ),
+                lambda context: kernels.collect(pool, context.block_table, step.length(context.num_tokens), after),
                 scale,
                 window,
                 sinks,
-                new,
+                # A chunk of a quantized layer sees its own tokens as those after it will.
+                None if pool.quantized else new,
             )
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         # All the layers before come before it.
