@@ -78,8 +78,7 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     Raises ValueError when a token is neither on the host nor among the last step's samples.
     """
     decodes = [seq for seq in output.sequences if seq.num_tokens == 1]
-    # Those of one length that start their prompt side by side: attention takes them together.
-    chunks = sorted((s for s in output.sequences if s.num_tokens > 1), key=lambda s: (s.start > 0, s.num_tokens))
+    chunks = [seq for seq in output.sequences if seq.num_tokens > 1]
     num_decodes = len(decodes)
     num_rows = num_decodes + sum([seq.num_tokens for seq in chunks])
     token_ids = np.zeros(num_rows, np.int32)

@@ -8,7 +8,8 @@ paths, counted by name:
 
 - `fused`: decode rows in the kernel, each row's tokens in one part.
 - `fused_split`: the same in several parts, put together by a second kernel.
-- `chunk_sdpa`: prefill chunks; stored by a kernel, then as in the `gather` backend.
+- `chunk_paged`: prefill chunks, all of a step in one kernel that reads the pool: 16-bit types on CUDA.
+- `chunk_sdpa`: other prefill chunks; stored by a kernel, then as in the `gather` backend.
 - `gather_sdpa`: layers whose heads the kernels don't take run as in the `gather` backend.
 """
 
@@ -24,7 +25,7 @@ import mlx.core as mx
 from mlx_engine.attention.dispatch import PagedView
 from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView, LayerView
 from mlx_engine.attention.kernels import PagedKernels
-from mlx_engine.attention.kernels.paged import MIN_TOKENS, heads_per_group, num_splits
+from mlx_engine.attention.kernels.paged import MIN_TOKENS, ChunkPlan
 from mlx_engine.errors import ConfigError
 from mlx_engine.input_batch import InputBatch
 from mlx_engine.types import LayerKVSpec
@@ -135,10 +136,8 @@ class FusedBackend(GatherBackend):
         parts = []
         if num_decodes:
             kernels = self._layer_kernels(queries.shape[1], spec)
-            group = kernels.num_heads // spec.num_kv_heads
-            parts_per_row = kernels.num_heads // heads_per_group(group, quantized=pool.quantized)
             longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
-            splits = num_splits(num_decodes, parts_per_row, longest)
+            splits = kernels.num_splits(num_decodes, pool, longest)
             self._counts["fused" if splits == 1 else "fused_split"] += 1
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
@@ -155,17 +154,31 @@ class FusedBackend(GatherBackend):
             )
             parts.append(out[:, :, None])
         if ticket is not None and step.chunks is not None:
-            kernels, after = self._layer_kernels(spec.num_kv_heads, spec), ticket
-            parts += self.attend_chunks(
-                step.chunks,
-                queries,
-                lambda context: kernels.collect(pool, context.block_table, step.length(context.num_tokens), after),
-                scale,
-                window,
-                sinks,
-                # A chunk of a quantized layer sees its own tokens as those after it will.
-                None if pool.quantized else new,
-            )
+            kernels, after = self._layer_kernels(queries.shape[1], spec), ticket
+            if kernels.uses_matrix(pool):
+                chunks = step.chunks.batch.prefill_chunks
+                self._counts["chunk_paged"] += len(chunks)
+                if kernels not in step.chunk_plans:
+                    step.chunk_plans[kernels] = kernels.plan_chunks(chunks, num_decodes)
+                out = kernels.prefill(
+                    queries[num_decodes:].squeeze(2),
+                    pool,
+                    step.chunk_plans[kernels],
+                    after,
+                    scale=scale,
+                    window=window,
+                    sinks=sinks,
+                )
+                parts.append(out[:, :, None])
+            else:
+                parts += self.attend_chunks(
+                    step.chunks,
+                    queries,
+                    lambda context: kernels.collect(pool, context.block_table, step.length(context.num_tokens), after),
+                    scale,
+                    window,
+                    sinks,
+                )
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         # All the layers before come before it.
         self._last = [out] if ticket is None else [out, ticket]
@@ -190,6 +203,7 @@ class FusedStep:
     seq_lens: mx.array  # [num_decodes], the new token included
     chunk_slots: mx.array | None = None  # [T - num_decodes] of the pool
     chunks: GatherStep | None = None
+    chunk_plans: dict[PagedKernels, ChunkPlan] = field(default_factory=dict)
     _lengths: dict[int, tuple[int, mx.array]] = field(default_factory=dict)
 
     def length(self, num_tokens: int) -> tuple[int, mx.array]:

@@ -115,41 +115,26 @@ class GatherBackend:
         scale: float,
         window: int | None,
         sinks: mx.array | None,
-        new: tuple[mx.array, mx.array] | None = None,
     ) -> list[mx.array]:
-        """The parts [n, num_heads, 1, head_dim] of the prefill chunks, in their order.
+        """Each prefill chunk's part [n, num_heads, 1, head_dim].
 
-        `collect` gives a context's keys and values [num_kv_heads, num_tokens, head_dim]. Chunks at the start of their
-        prompt are attended to all at once where they are of one length, and where `new`, the step's own keys and values
-        [T, num_kv_heads, 1, head_dim], is given.
+        `collect` gives a context's keys and values [num_kv_heads, num_tokens, head_dim].
         """
         parts = []
-        for chunks in step.chunk_runs:
-            first = chunks[0]
-            last_row = first.first_row + len(chunks) * first.num_tokens
-            context = step.context(first, window)
-            if new is not None and first.start == 0 and isinstance(context.mask, str):
-                self._counts["chunk_sdpa"] += len(chunks)
-                shape = (len(chunks), first.num_tokens)
-                q, k, v = (x[first.first_row : last_row].squeeze(2) for x in (queries, *new))
-                q, k, v = (x.reshape(*shape, *x.shape[1:]).transpose(0, 2, 1, 3) for x in (q, k, v))
-                out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=context.mask, sinks=sinks)
-                parts.append(out.transpose(0, 2, 1, 3).flatten(0, 1)[:, :, None])
-                continue
-            for chunk in chunks:
-                context = step.context(chunk, window)
-                tiled = self._decode == "paged_matmul" and sinks is None and isinstance(context.mask, str)
-                self._counts["chunk_tiled" if tiled else "chunk_sdpa"] += 1
-                rows = queries[chunk.first_row : chunk.first_row + chunk.num_tokens].squeeze(2).transpose(1, 0, 2)
-                k, v = collect(context)
-                if tiled:
-                    out = tiled_chunk(rows, k, v, scale)
-                else:
-                    # Not [0]: MLX would copy what it takes so.
-                    out = mx.fast.scaled_dot_product_attention(
-                        rows[None], k[None], v[None], scale=scale, mask=context.mask, sinks=sinks
-                    ).squeeze(0)
-                parts.append(out.transpose(1, 0, 2)[:, :, None])
+        for chunk in step.batch.prefill_chunks:
+            context = step.context(chunk, window)
+            tiled = self._decode == "paged_matmul" and sinks is None and isinstance(context.mask, str)
+            self._counts["chunk_tiled" if tiled else "chunk_sdpa"] += 1
+            rows = queries[chunk.first_row : chunk.first_row + chunk.num_tokens].squeeze(2).transpose(1, 0, 2)
+            k, v = collect(context)
+            if tiled:
+                out = tiled_chunk(rows, k, v, scale)
+            else:
+                # Not [0]: MLX would copy what it takes so.
+                out = mx.fast.scaled_dot_product_attention(
+                    rows[None], k[None], v[None], scale=scale, mask=context.mask, sinks=sinks
+                ).squeeze(0)
+            parts.append(out.transpose(1, 0, 2)[:, :, None])
         return parts
 
 
@@ -197,7 +182,6 @@ class GatherStep:
     block_size: int
     decode_groups: tuple[DecodeGroup, ...] = field(init=False)
     order: mx.array | None = field(init=False)  # [T] puts the parts' rows back in batch order; None: they are
-    chunk_runs: list[list[PrefillChunk]] = field(init=False)  # neighbours of one length that start at 0, or one chunk
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,13 +191,6 @@ class GatherStep:
         inverse[order] = np.arange(len(order), dtype=np.int32)
         in_order = bool((inverse == np.arange(len(inverse))).all())
         self.order = None if in_order else mx.array(inverse)
-        self.chunk_runs = []
-        for chunk in self.batch.prefill_chunks:
-            last = self.chunk_runs[-1][-1] if self.chunk_runs else None
-            if last is not None and chunk.start == last.start == 0 and chunk.num_tokens == last.num_tokens:
-                self.chunk_runs[-1].append(chunk)
-            else:
-                self.chunk_runs.append([chunk])
 
     def rows(self, group: DecodeGroup) -> mx.array:
         key = ("rows", id(group))

@@ -21,7 +21,7 @@ def part(
 
 
 def test_decode_rows_come_first_and_every_row_knows_its_place() -> None:
-    """Block size 4. Chunks that start their prompt come before those that go on with one."""
+    """The picture in the module's docstring, block size 4."""
     step = SchedulerOutput(
         7,
         (
@@ -32,17 +32,17 @@ def test_decode_rows_come_first_and_every_row_knows_its_place() -> None:
         ),
     )
     batch = build_input_batch(step, 4)
-    assert batch.token_ids.tolist() == [10, 11, 40, 41, 30, 31, 32]
-    assert batch.positions.tolist() == [5, 8, 0, 1, 2, 3, 4]
-    assert batch.slot_mapping.tolist() == [1 * 4 + 1, 7 * 4, 6 * 4, 6 * 4 + 1, 9 * 4 + 2, 9 * 4 + 3, 4 * 4]
+    assert batch.token_ids.tolist() == [10, 11, 30, 31, 32, 40, 41]
+    assert batch.positions.tolist() == [5, 8, 2, 3, 4, 0, 1]
+    assert batch.slot_mapping.tolist() == [1 * 4 + 1, 7 * 4, 9 * 4 + 2, 9 * 4 + 3, 4 * 4, 6 * 4, 6 * 4 + 1]
     assert batch.num_decode_rows == 2
     assert batch.feedback is None
     assert [(c.first_row, c.num_tokens, c.start, c.seq_len) for c in batch.prefill_chunks] == [
-        (2, 2, 0, 2),
-        (4, 3, 2, 5),
+        (2, 3, 2, 5),
+        (5, 2, 0, 2),
     ]
-    assert [c.block_table.tolist() for c in batch.prefill_chunks] == [[6], [9, 4]]
-    assert batch.sample_rows.tolist() == [0, 1, 3]
+    assert [c.block_table.tolist() for c in batch.prefill_chunks] == [[9, 4], [6]]
+    assert batch.sample_rows.tolist() == [0, 1, 6]
     assert [seq.request_id for seq in batch.samples] == ["a", "b", "e"]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_engine.attention.pool import LayerPool
+from mlx_engine.input_batch import PrefillChunk
 from mlx_engine.types import cdiv
 
 Dialect = Literal["metal", "cuda", "host"]
@@ -19,14 +22,14 @@ Dialect = Literal["metal", "cuda", "host"]
 _FOLDER = Path(__file__).parent
 _LOG2_E = math.log2(math.e)
 
-# Warps of a threadgroup of `decode`, how often each reads before it computes, and threads of one of the others.
-DECODE_WARPS = 4
+# How often a warp of `decode` reads before it computes, and threads of a threadgroup of the others.
 DECODE_UNROLL = 4
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
 _MAX_HEADS = 8
 _MAX_HEADS_QUANTIZED = 4
+_MAX_HEADS_MATRIX = 16
 # mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
 _MIN_SIZE = 8
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
@@ -35,7 +38,11 @@ _WANTED_GROUPS = 1024
 MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
+_FEW_GROUPS = 64
 _MAX_COPY_GROUPS = 256
+# Warps of a threadgroup of `prefill`; the compute capability from which CUDA has its instructions.
+_PREFILL_WARPS = 4
+_FIRST_WITH_MATRIX = 80
 
 _INPUTS = (
     "queries",
@@ -50,10 +57,13 @@ _INPUTS = (
     "params",
     "sinks",
 )
+_PARTIAL = ("partial_sums", "partial_stats")
 # Name: files of the text, inputs, outputs.
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "decode": (("decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
-    "decode_split": (("decode.inc", "decode_split.inc"), _INPUTS[:-1], ("partial_sums", "partial_stats")),
+    "decode": (("decode_place.inc", "decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_split": (("decode_place.inc", "decode.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
+    "decode_matrix": (("decode_place.inc", "decode_matrix.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_matrix_split": (("decode_place.inc", "decode_matrix.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
     "append": (
@@ -65,6 +75,11 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("collect.inc",),
         ("key_pool", "value_pool", "key_scales", "value_scales", "block_table", "length", "after"),
         ("keys", "values"),
+    ),
+    "prefill": (
+        ("prefill.inc",),
+        ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after"),
+        ("out",),
     ),
     "gemv": (
         ("gemv.inc",),
@@ -82,10 +97,24 @@ def kernel_text(name: str, dialect: Dialect) -> str:
     return _compact("".join((_FOLDER / file).read_text() for file in files))
 
 
+# Kernels that use a warp's matrix instructions, which not every dialect has.
+_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill")
+
+
 @functools.cache
-def dialect_header(dialect: Dialect) -> str:
-    """What goes before a kernel of this dialect."""
-    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc")))
+def kernel_header(name: str, dialect: Dialect) -> str:
+    """What goes before a kernel of this name."""
+    matrix = [f"{dialect}_matrix.h"] if name in _MATRIX_KERNELS else []
+    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc", *matrix)))
+
+
+@functools.cache
+def has_matrix_instructions() -> bool:
+    """Whether the default device has those of the kernels that need them."""
+    if not mx.cuda.is_available():
+        return False
+    digits = re.sub(r"\D", "", str(mx.device_info().get("architecture", "")))
+    return bool(digits) and int(digits) >= _FIRST_WITH_MATRIX
 
 
 def _compact(text: str) -> str:
@@ -104,16 +133,15 @@ def _kernel(name: str) -> Any:
         input_names=list(inputs),
         output_names=list(outputs),
         source=kernel_text(name, dialect),
-        header=dialect_header(dialect),
+        header=kernel_header(name, dialect),
         # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes.
         ensure_row_contiguous=False,
     )
 
 
-def heads_per_group(group: int, *, quantized: bool = False) -> int:
-    """Query heads of `group` that one threadgroup takes: the largest part of them that its registers hold."""
-    most = min(group, _MAX_HEADS_QUANTIZED if quantized else _MAX_HEADS)
-    return max(heads for heads in range(1, most + 1) if group % heads == 0)
+def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
+    """Query heads of `group` that one threadgroup takes: the largest part of them that is not more than `most`."""
+    return max(heads for heads in range(1, min(group, most) + 1) if group % heads == 0)
 
 
 def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
@@ -122,6 +150,16 @@ def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
         return 1
     wanted = min(_WANTED_GROUPS // max(num_rows * num_parts, 1), max_len // MIN_TOKENS, _MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Prefill chunks as `prefill` takes them: see its text."""
+
+    block_table: mx.array
+    chunks: mx.array
+    tiles: mx.array
+    num_tiles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +197,39 @@ class PagedKernels:
         """A number of tokens on the device."""
         return mx.full((_MIN_SIZE,), num_tokens, mx.int32)
 
+    def uses_matrix(self, pool: LayerPool) -> bool:
+        """Whether attention over this pool runs on a warp's matrix instructions."""
+        dims = (self.key_head_dim, self.value_head_dim)
+        return (
+            has_matrix_instructions()
+            and self.dtype in (mx.float16, mx.bfloat16)
+            and not pool.quantized
+            and self.block_size % 16 == 0
+            and all(dim % 8 == 0 and dim <= 128 for dim in dims)
+        )
+
+    def decode_layout(self, num_rows: int, pool: LayerPool) -> tuple[int, int]:
+        """Query heads that a threadgroup of `decode` takes, and its warps.
+
+        With few rows there are more warps than a GPU has work for, and each does as little as can be.
+        """
+        group = self.num_heads // self.num_kv_heads
+        num_groups = num_rows * self.num_kv_heads
+        if self.uses_matrix(pool):
+            heads = heads_per_group(group, _MAX_HEADS_MATRIX)
+            num_groups *= group // heads
+            # More would not fit its registers.
+            most = 16 if max(self.key_head_dim, self.value_head_dim) <= 64 and heads <= 8 else 8
+            return heads, most if num_groups <= _FEW_GROUPS else 8 if num_groups <= 2 * _FEW_GROUPS else 4
+        if num_groups <= _FEW_GROUPS:
+            return 1, 8
+        return heads_per_group(group, _MAX_HEADS_QUANTIZED if pool.quantized else _MAX_HEADS), 4
+
+    def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
+        """Into how many parts to split the tokens of rows of up to max_len of them."""
+        heads, _ = self.decode_layout(num_rows, pool)
+        return num_splits(num_rows, self.num_heads // heads, max_len)
+
     def decode(
         self,
         queries: mx.array,
@@ -185,8 +256,9 @@ class PagedKernels:
         """
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
-        heads = heads_per_group(group, quantized=pool.quantized)
-        params = mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (_MIN_SIZE - 2)])
+        heads, warps = self.decode_layout(num_rows, pool)
+        kernel = "decode_matrix" if self.uses_matrix(pool) else "decode"
+        params = _params(scale, soft_cap)
         inputs = [
             queries,
             new_keys,
@@ -202,15 +274,15 @@ class PagedKernels:
             ("GROUP", group),
             ("HEADS", heads),
             ("WINDOW", window or 0),
-            ("WARPS", DECODE_WARPS),
+            ("WARPS", warps),
             ("UNROLL", DECODE_UNROLL),
             ("MIN_SPAN", min_span),
         ]
-        threads = 32 * DECODE_WARPS
+        threads = 32 * warps
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
         shape = (num_rows, self.num_heads, self.value_head_dim)
         if splits == 1:
-            out: mx.array = _kernel("decode")(
+            out: mx.array = _kernel(kernel)(
                 inputs=[*inputs, sink_array],
                 template=[*template, ("SINKS", sinks is not None)],
                 grid=grid,
@@ -219,7 +291,7 @@ class PagedKernels:
                 output_dtypes=[self.dtype],
             )[0]
             return out
-        sums, stats = _kernel("decode_split")(
+        sums, stats = _kernel(f"{kernel}_split")(
             inputs=inputs,
             template=template,
             grid=grid,
@@ -241,6 +313,86 @@ class PagedKernels:
             output_dtypes=[self.dtype],
         )[0]
         return combined
+
+    def plan_chunks(self, chunks: Sequence[PrefillChunk], first_row: int) -> ChunkPlan:
+        """How `prefill` shares these chunks out, whose rows are counted from first_row on."""
+        rows = _PREFILL_WARPS * 16 * self._prefill_tiles
+        group = self.num_heads // self.num_kv_heads
+        table = np.concatenate([chunk.block_table for chunk in chunks])
+        starts = np.cumsum([0, *(len(chunk.block_table) for chunk in chunks[:-1])])
+        described = [
+            (chunk.first_row - first_row, chunk.num_tokens, chunk.start, start)
+            for chunk, start in zip(chunks, starts.tolist(), strict=True)
+        ]
+        # The longest first: they would be waited for.
+        tiles = sorted(
+            (
+                (-(chunk.start + row // group), i, row)
+                for i, chunk in enumerate(chunks)
+                for row in range(0, chunk.num_tokens * group, rows)
+            ),
+        )
+        shared_out = np.asarray([(i, row) for _, i, row in tiles], np.int32)
+        return ChunkPlan(
+            _padded(mx.array(table.astype(np.int32))),
+            _padded(mx.array(np.asarray(described, np.int32).reshape(-1))),
+            _padded(mx.array(shared_out.reshape(-1))),
+            len(tiles),
+        )
+
+    @property
+    def _prefill_tiles(self) -> int:
+        """Sixteens of rows that a warp of `prefill` takes: what its registers hold."""
+        return 2 if max(self.key_head_dim, self.value_head_dim) <= 64 else 1
+
+    def prefill(
+        self,
+        queries: mx.array,
+        pool: LayerPool,
+        plan: ChunkPlan,
+        after: mx.array,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Causal attention of the plan's chunks, queries [n, num_heads, key_head_dim], over their sequences.
+
+        `after` [8] is the ticket of what stored the chunks' own tokens. Returns [n, num_heads, value_head_dim].
+        """
+        params = _params(scale, soft_cap)
+        threads = 32 * _PREFILL_WARPS
+        out: mx.array = _kernel("prefill")(
+            inputs=[
+                queries,
+                pool.keys,
+                pool.values,
+                plan.block_table,
+                plan.chunks,
+                plan.tiles,
+                params,
+                params if sinks is None else _padded(sinks),
+                after,
+            ],
+            template=[
+                ("T", self.dtype),
+                ("D", self.key_head_dim),
+                ("DV", self.value_head_dim),
+                ("NUM_KV_HEADS", self.num_kv_heads),
+                ("GROUP", self.num_heads // self.num_kv_heads),
+                ("BLOCK_SIZE", self.block_size),
+                ("WINDOW", window or 0),
+                ("WARPS", _PREFILL_WARPS),
+                ("TILES", self._prefill_tiles),
+                ("SINKS", sinks is not None),
+            ],
+            grid=(plan.num_tiles * threads, self.num_kv_heads, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(queries.shape[0], self.num_heads, self.value_head_dim)],
+            output_dtypes=[self.dtype],
+        )[0]
+        return out
 
     def append(self, new_keys: mx.array, new_values: mx.array, pool: LayerPool, slots: mx.array) -> mx.array:
         """Puts keys and values [n, num_kv_heads, head_dim] into the pool at slots [n] int32.
@@ -298,6 +450,10 @@ def publish(sampled: mx.array, samples: mx.array) -> mx.array:
         output_dtypes=[mx.int32],
     )[0]
     return ticket
+
+
+def _params(scale: float, soft_cap: float | None) -> mx.array:
+    return mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (_MIN_SIZE - 2)])
 
 
 def _arrays(pool: LayerPool) -> list[mx.array]:

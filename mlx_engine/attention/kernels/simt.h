@@ -66,6 +66,22 @@ class Threadgroup {
     return exchange_[2 * (lane ^ mask) + turn];
   }
 
+  // What every lane of the warp has.
+  template <size_t N>
+  void exchange(const uint32_t (&mine)[N], uint32_t (&all)[32][N]) {
+    Fiber& fiber = fibers_[lane_];
+    const int turn = fiber.num_shuffles++ % 2;
+    words_.resize(2 * kMostWords * fibers_.size());
+    static_assert(N <= kMostWords);
+    uint32_t* place = words_.data() + turn * kMostWords * fibers_.size();
+    std::copy(mine, mine + N, place + lane_ * kMostWords);
+    const int first = lane_ / 32 * 32;
+    wait(State::kAtShuffle);
+    for (int lane = 0; lane < 32; ++lane) {
+      std::copy_n(place + (first + lane) * kMostWords, N, all[lane]);
+    }
+  }
+
   static Threadgroup*& current_group() {
     static thread_local Threadgroup* group = nullptr;
     return group;
@@ -73,6 +89,7 @@ class Threadgroup {
 
  private:
   static constexpr size_t kStackBytes = 256 << 10;
+  static constexpr size_t kMostWords = 8;
   enum class State { kReady, kAtShuffle, kAtBarrier, kEnded };
   struct Fiber {
     ucontext_t context;
@@ -126,6 +143,7 @@ class Threadgroup {
   std::vector<Fiber> fibers_;
   std::vector<std::vector<char>> stacks_;
   std::vector<float> exchange_;
+  std::vector<uint32_t> words_;
   ucontext_t scheduler_;
   int lane_ = 0;
 };

@@ -103,7 +103,7 @@ class HostKernel(_Executor):
             else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};\n"
             for name, value in template
         )
-        header = paged.dialect_header("host")
+        header = paged.kernel_header(self._name, "host")
         return f"{header}\nvoid kernel({', '.join(parameters)}) {{\n{constants}{text}\n}}\n" + _entry(
             "kernel", arguments
         )
@@ -196,7 +196,7 @@ def _metal_text(name: str, inputs: Any, template: Any, output_shapes: Any, outpu
         input_names=list(input_names),
         output_names=list(output_names),
         source=paged.kernel_text(name, "metal"),
-        header=paged.dialect_header("metal"),
+        header=paged.kernel_header(name, "metal"),
     )
 
     def call(*arrays: mx.array) -> Any:

@@ -1,0 +1,57 @@
+// Matrix instructions of a warp, in CUDA (compute capability 8.0 on).
+namespace quire {
+
+__device__ inline bool any(bool value) { return __any_sync(0xffffffffu, value); }
+
+// In one instruction, right to about 22 bits.
+__device__ inline float fast_exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+__device__ inline void split(Raw raw, unsigned (&words)[4]) {
+  words[0] = raw.x;
+  words[1] = raw.y;
+  words[2] = raw.z;
+  words[3] = raw.w;
+}
+
+__device__ inline Raw join(const unsigned (&words)[4]) { return make_uint4(words[0], words[1], words[2], words[3]); }
+
+// The low halves of two words as one, or the high ones.
+__device__ inline unsigned low_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x5410); }
+__device__ inline unsigned high_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x7632); }
+
+template <typename T>
+struct Matrix;
+
+template <>
+struct Matrix<__nv_bfloat16> {
+  __device__ static inline unsigned pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  }
+  __device__ static inline void multiply_add(float (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(one), "r"(two));
+  }
+};
+
+template <>
+struct Matrix<__half> {
+  __device__ static inline unsigned pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  }
+  __device__ static inline void multiply_add(float (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(one), "r"(two));
+  }
+};
+
+}  // namespace quire

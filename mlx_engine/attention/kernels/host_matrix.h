@@ -1,0 +1,52 @@
+// The warp's matrix instructions of `cuda_matrix.h`, on the host.
+namespace quire {
+
+inline bool any(bool value) {
+  float all = value ? 1.0f : 0.0f;
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const float other = shuffle_xor(all, mask);
+    all = other > all ? other : all;
+  }
+  return all > 0.0f;
+}
+
+inline float fast_exp2(float x) { return std::exp2(x); }
+
+inline void split(Raw raw, unsigned (&words)[4]) { std::memcpy(words, raw.words, 16); }
+
+inline Raw join(const unsigned (&words)[4]) { return Raw{{words[0], words[1], words[2], words[3]}}; }
+
+inline unsigned low_halves(unsigned one, unsigned two) { return (one & 0xffffu) | two << 16; }
+inline unsigned high_halves(unsigned one, unsigned two) { return one >> 16 | (two & 0xffff0000u); }
+
+template <typename T>
+struct Matrix {
+  static unsigned pack(float low, float high) { return T(low).bits | unsigned(T(high).bits) << 16; }
+
+  static float half(unsigned word, int place) {
+    T value;
+    value.bits = uint16_t(word >> 16 * place);
+    return float(value);
+  }
+
+  // sums [16, 8] += rows [16, 16] times columns [16, 8]. Lane l holds of rows those of l / 4 and 8 more, of columns
+  // that of l / 4, of sums the columns 2 (l % 4) and one more.
+  static void multiply_add(float (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
+    const uint32_t mine[6] = {rows[0], rows[1], rows[2], rows[3], one, two};
+    uint32_t all[32][6];
+    simt::Threadgroup::current_group()->exchange(mine, all);
+    const int lane = QUIRE_LANE;
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8;
+      const int column = lane % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; ++k) {
+        const int owner = k % 8 / 2;
+        const float left = half(all[row % 8 * 4 + owner][row / 8 + k / 8 * 2], k % 2);
+        const float right = half(all[column * 4 + owner][4 + k / 8], k % 2);
+        sums[i] += left * right;
+      }
+    }
+  }
+};
+
+}  // namespace quire
