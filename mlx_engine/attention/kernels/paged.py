@@ -21,6 +21,8 @@ _LOG2_E = math.log2(math.e)
 # Warps of a threadgroup of `decode`, how often each reads before it computes, and threads of one of the others.
 DECODE_WARPS = 4
 DECODE_UNROLL = 4
+# How often each lane of `sample` reads before it computes: with more its registers are too few for 1,024 threads.
+SAMPLE_UNROLL = 2
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers.
 _MAX_HEADS = 8
@@ -50,6 +52,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "decode": (("decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
     "decode_split": (("decode.inc", "decode_split.inc"), _INPUTS[:-1], ("partial_sums", "partial_stats")),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
+    "sample": (("sample.inc",), ("logits", "options"), ("out",)),
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
     "append": (
         ("append.inc",),
@@ -94,8 +97,9 @@ def _kernel(name: str) -> Any:
         output_names=list(outputs),
         source=kernel_text(name, dialect),
         header=dialect_header(dialect),
-        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes.
-        ensure_row_contiguous=False,
+        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes. Of
+        # logits a model may give a slice, which is rare.
+        ensure_row_contiguous=name == "sample",
     )
 
 
@@ -257,6 +261,31 @@ class PagedKernels:
             output_dtypes=[self.dtype, self.dtype],
         )
         return keys, values
+
+
+def sample_rows(logits: mx.array, options: mx.array, warps: int | None = None) -> mx.array:
+    """The next token of each row [B] uint32, for logits [B, V] and options [B, 5 or more] float32.
+
+    The first columns of options are those of `sampler.sampling_options`; rows whose temperature is 0 take the best
+    token. `warps` is how many of them share a row, two or more.
+    """
+    num_rows, vocab_size = logits.shape
+    # Metal doesn't promise more than this many threads to a kernel that needs many registers.
+    threads = 32 * (warps or (16 if mx.metal.is_available() else 32))
+    out: mx.array = _kernel("sample")(
+        inputs=[logits, _padded(options)],
+        template=[
+            ("T", logits.dtype),
+            ("VOCAB_SIZE", vocab_size),
+            ("WARPS", threads // 32),
+            ("UNROLL", SAMPLE_UNROLL),
+        ],
+        grid=(num_rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(num_rows,)],
+        output_dtypes=[mx.uint32],
+    )[0]
+    return out
 
 
 def publish(sampled: mx.array, samples: mx.array) -> mx.array:

@@ -27,7 +27,13 @@ _KERNELS = Path(paged.__file__).parent
 _HERE = Path(__file__).parent
 _LIBRARIES = tempfile.TemporaryDirectory(prefix="quire-kernels-")
 
-_HOST_TYPES = {mx.float32: "float", mx.float16: "quire::float16", mx.bfloat16: "quire::bfloat16", mx.int32: "int"}
+_HOST_TYPES = {
+    mx.float32: "float",
+    mx.float16: "quire::float16",
+    mx.bfloat16: "quire::bfloat16",
+    mx.int32: "int",
+    mx.uint32: "uint32_t",
+}
 
 Template = Sequence[tuple[str, Any]]
 
@@ -53,7 +59,9 @@ class _Executor:
     ) -> list[mx.array]:
         # Poisoned: an element that no lane writes shows.
         outputs = [
-            mx.full(shape, float("nan") if mx.issubdtype(dtype, mx.floating) else -7, dtype)
+            mx.full(shape, float("nan"), dtype)
+            if mx.issubdtype(dtype, mx.floating)
+            else mx.full(shape, -7, mx.int32).view(dtype)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         mx.eval(inputs, outputs)

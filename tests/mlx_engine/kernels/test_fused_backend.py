@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine.attention import fused
-from mlx_engine.attention.kernels import paged
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
-from tests.mlx_engine.kernels.executors import HostKernel
 from tests.parity.tiny_models import TINY
 from tests.parity.tiny_models import build as build_model
-
-
-@pytest.fixture
-def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-    monkeypatch.setattr(fused, "kernels_run_here", lambda: True)
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def _engine(name: str, **options: object) -> Engine:
