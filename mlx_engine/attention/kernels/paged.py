@@ -21,7 +21,8 @@ _LOG2_E = math.log2(math.e)
 # Warps of a threadgroup of `decode`, how often each reads before it computes, and threads of one of the others.
 DECODE_WARPS = 4
 DECODE_UNROLL = 4
-# How often each lane of `sample` reads before it computes: with more its registers are too few for 1,024 threads.
+# The same for `sample`. With more to read its registers are too few for 1,024 threads; Metal doesn't promise those.
+SAMPLE_WARPS = 16 if mx.metal.is_available() else 32
 SAMPLE_UNROLL = 2
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers.
@@ -263,21 +264,20 @@ class PagedKernels:
         return keys, values
 
 
-def sample_rows(logits: mx.array, options: mx.array, warps: int | None = None) -> mx.array:
+def sample_rows(logits: mx.array, options: mx.array) -> mx.array:
     """The next token of each row [B] uint32, for logits [B, V] and options [B, 5 or more] float32.
 
     The first columns of options are those of `sampler.sampling_options`; rows whose temperature is 0 take the best
-    token. `warps` is how many of them share a row, two or more.
+    token.
     """
     num_rows, vocab_size = logits.shape
-    # Metal doesn't promise more than this many threads to a kernel that needs many registers.
-    threads = 32 * (warps or (16 if mx.metal.is_available() else 32))
+    threads = 32 * SAMPLE_WARPS
     out: mx.array = _kernel("sample")(
         inputs=[logits, _padded(options)],
         template=[
             ("T", logits.dtype),
             ("VOCAB_SIZE", vocab_size),
-            ("WARPS", threads // 32),
+            ("WARPS", SAMPLE_WARPS),
             ("UNROLL", SAMPLE_UNROLL),
         ],
         grid=(num_rows * threads, 1, 1),

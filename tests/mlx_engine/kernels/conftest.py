@@ -12,6 +12,9 @@ from mlx_engine.attention import fused
 from mlx_engine.attention.kernels import paged
 from tests.mlx_engine.kernels.executors import HostKernel, MetalTextKernel
 
+# Of the sampling kernel: a GPU's 1,024 threads take the host's fibers long to begin with.
+_WARPS = 4
+
 
 @pytest.fixture(params=["host", "metal", "gpu"])
 def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -23,6 +26,7 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(paged, "_kernel", {"host": HostKernel, "metal": MetalTextKernel}[request.param])
+    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
     return str(request.param)
 
 
@@ -32,6 +36,7 @@ def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(paged, "_kernel", HostKernel)
+    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
     monkeypatch.setattr(fused, "kernels_run_here", lambda: True)
     mx.disable_compile()
     yield

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_engine import model_runner
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
+from tests.mlx_engine.kernels.fake_graphs import FakeGraphs
 from tests.parity.tiny_models import TINY
 from tests.parity.tiny_models import build as build_model
+
+_OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.8, "top_p": 0.8},
+]
 
 
 def _engine(name: str, **options: object) -> Engine:
@@ -30,15 +42,13 @@ def _engine(name: str, **options: object) -> Engine:
 
 
 def _tokens(engine: Engine) -> dict[str, list[int]]:
-    """Prompts of several lengths, some longer than a step, one of them drawn and not greedy."""
+    """Prompts of several lengths, some longer than a step, two of them greedy and the others drawn."""
     rng = np.random.default_rng(5)
     tokens: dict[str, list[int]] = {}
     for i, length in enumerate((3, 30, 17, 1, 21)):
         prompt = tuple(rng.integers(3, 90, length).tolist())
-        temperature = 0.9 if i == 3 else 0.0
-        engine.add_request(
-            Request(str(i), prompt, SamplingParams(max_tokens=5, temperature=temperature, seed=i, ignore_eos=True))
-        )
+        sampling = SamplingParams(max_tokens=5, seed=i, ignore_eos=True, **_OPTIONS[i])
+        engine.add_request(Request(str(i), prompt, sampling))
         tokens[str(i)] = []
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -47,16 +57,23 @@ def _tokens(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
 @pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v2"])
-def test_the_same_tokens_as_by_gathering(kernels_on_host: None, name: str, compiled: bool) -> None:
+def test_the_same_tokens_as_by_gathering(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Those of MLX's operations, sampler included, whether a step's rows are greedy or drawn."""
     expected = _tokens(_engine(name, attention_backend="gather"))
-    engine = _engine(name, attention_backend="fused", compile_decode=compiled)
+    monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)
+    if how == "recorded":
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(build, "load_graphs", FakeGraphs)
+    engine = _engine(name, attention_backend="fused", compile_decode=how != "eager")
     assert _tokens(engine) == expected
     counts = engine.stats().dispatch
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
-    assert (counts.get("compiled", 0) > 0) is compiled
+    assert {path for path in ("compiled", "recorded") if counts.get(path)} == {how} - {"eager"}
 
 
 def test_auto_is_fused_where_its_kernels_run(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
