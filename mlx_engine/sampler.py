@@ -2,7 +2,8 @@
 
 A row draws one uniform number, from a hash of its request's seed and the position in its output, and takes the token
 at which the cumulated probability passes it. The draw thus depends on nothing else in the batch. Filters are found as
-thresholds on the logits by bisection, which needs no sort of the vocabulary.
+thresholds on the logits by bisection, which needs no sort of the vocabulary. A GPU does the same in one kernel
+(`attention/kernels/sample.inc`), which takes `sampling_options`.
 """
 
 from __future__ import annotations
