@@ -110,6 +110,7 @@ class MLXModelRunner:
                 logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
                 self._recorded = None
         if self._compiled is not None:
+            # What a refused recording has left.
             self._compiled.forget()
             yield from self._compiled.warm_up()
 

@@ -28,13 +28,8 @@ _MOST_TOKENS = 2**24  # more than any vocabulary has, and exact in float32
 NUM_OPTIONS = 5
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position in the output only."""
-    return float(_uniforms([(seed, position)])[0])
-
-
-def _uniforms(places: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
-    """The same for several seeds and positions. A hash each: half of a microsecond."""
+def uniforms(places: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) that depend on a seed and a position in the output only, one for each such pair."""
     digests = b"".join([hashlib.blake2b(b"%d:%d" % place, digest_size=8).digest() for place in places])
     return np.frombuffer(digests, "<u8") / 2.0**64
 
@@ -65,7 +60,7 @@ def sampling_options(sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.f
     min_p = np.array([p.min_p for p in params])
     columns = [
         np.maximum([p.temperature for p in params], _MIN_TEMPERATURE),
-        _uniforms([(seq.seed, seq.num_output_tokens) for seq in chosen]),
+        uniforms([(seq.seed, seq.num_output_tokens) for seq in chosen]),
         [max(0, min(p.top_k, _MOST_TOKENS)) for p in params],
         [p.top_p for p in params],
         np.log(min_p, out=np.full(len(rows), -2 * _RANGE), where=min_p > 0),
@@ -80,11 +75,11 @@ def build_sampling_batch(sequences: Sequence[ScheduledSequence], vocab_size: int
     rows = np.flatnonzero(options[:, 0])
     if not len(rows):
         return None
-    temperature, uniforms, top_k, top_p, log_min_p = options[rows].T[:, :, None]
+    temperature, draws, top_k, top_p, log_min_p = options[rows].T[:, :, None]
     is_cut = (top_k > 0) & (top_k < vocab_size)
     return SamplingBatch(
         rows=mx.array(rows.astype(np.uint32)),
-        uniforms=mx.array(uniforms),
+        uniforms=mx.array(draws),
         temperatures=mx.array(temperature),
         top_k=mx.array(np.where(is_cut, top_k, np.float32(vocab_size))) if is_cut.any() else None,
         top_p=mx.array(top_p) if (top_p < 1).any() else None,
