@@ -171,18 +171,18 @@ def _library(source: str) -> Callable[..., int]:
     return run
 
 
-def _on_host(array: mx.array) -> np.ndarray:
+def on_host(array: mx.array) -> np.ndarray:
     """The array's own memory."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
 def _address(array: mx.array) -> int:
-    return int(_on_host(array).ctypes.data)
+    return int(on_host(array).ctypes.data)
 
 
 def _strides(array: mx.array) -> list[int]:
     """In elements."""
-    return [stride // array.dtype.size for stride in _on_host(array).strides]
+    return [stride // array.dtype.size for stride in on_host(array).strides]
 
 
 def _pointers(arrays: Sequence[Any]) -> Any:

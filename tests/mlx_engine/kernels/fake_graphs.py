@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from tests.mlx_engine.kernels.executors import _on_host
+from tests.mlx_engine.kernels.executors import on_host
 
 
 class FakeRecording:
@@ -52,8 +52,8 @@ class FakeGraphs:
         """See Graphs: into the array's own memory."""
         self.written.append(target.shape)
         values = np.frombuffer(rows, np.int32).reshape(num_rows, num_columns)
-        _on_host(target)[:num_rows, :num_columns] = values
+        on_host(target)[:num_rows, :num_columns] = values
 
     def fetch(self, source: mx.array, count: int) -> FakeFetch:
         """See Graphs."""
-        return FakeFetch(_on_host(source)[:count].tolist())
+        return FakeFetch(on_host(source)[:count].tolist())
