@@ -12,9 +12,11 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.attention.kernels.paged import sample_rows
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.sampler import NUM_OPTIONS, sampling_options
 
 _MIN_TABLE_WIDTH = 8
 
@@ -49,9 +51,9 @@ def width_bucket(num_pages: int) -> int:
 
 
 class CompiledDecode:
-    """Runs decode steps through compiled functions."""
+    """Runs decode steps, sampler included, through a compiled function."""
 
-    NUM_COLUMNS = 3  # of `indices`, before the block table
+    NUM_COLUMNS = NUM_OPTIONS + 3  # of `indices`, before the block table
 
     def __init__(self, model: PagedModel, backend: CompilableBackend, max_num_seqs: int, max_pages: int) -> None:
         self._backend = backend
@@ -61,8 +63,7 @@ class CompiledDecode:
         self.max_width = width_bucket(max_pages)
         self._last_out: mx.array | None = None
         self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
-        self._greedy = mx.compile(self._sample_best)
-        self._logits = mx.compile(self._forward)
+        self.step = mx.compile(self._step)
 
     def takes(self, batch: InputBatch) -> bool:
         """Whether this is a step of decode rows only, each of which gives a sample."""
@@ -73,8 +74,8 @@ class CompiledDecode:
         missing = self.max_rows - sampled.shape[0]
         return mx.pad(sampled, (0, missing)) if missing > 0 else sampled
 
-    def __call__(self, batch: InputBatch, last_sampled: mx.array | None, greedy: bool) -> mx.array:
-        """Token ids [rows] uint32 of a batch that it takes, or logits [rows, V]; rows beyond the batch's are padding.
+    def __call__(self, batch: InputBatch, last_sampled: mx.array | None) -> mx.array:
+        """Token ids [rows] uint32 of a batch that it takes; rows beyond the batch's are padding.
 
         last_sampled [max_rows] are the samples that batch.feedback indexes, as `padded` gives them.
         """
@@ -85,27 +86,27 @@ class CompiledDecode:
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
-        self._last_out = (self._greedy if greedy else self._logits)(meta, last_sampled)
+        self._last_out = self.step(meta, last_sampled)
         self._backend.lead(self._last_out)
         return self._last_out
 
     @staticmethod
     def indices(batch: InputBatch, num_rows: int, width: int) -> IntArray:
-        """A step's input [num_rows, NUM_COLUMNS + width]: token, sample to take or -1, length, block table."""
-        out = np.zeros((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
-        # Padding rows have length 0, and block tables end in the scratch block.
-        out[:, 1] = -1
-        rows = out[: batch.num_rows]
-        rows[:, 0] = batch.token_ids
-        if batch.feedback is not None:
-            rows[:, 1] = batch.feedback
-        rows[:, 2] = batch.seq_lens
-        rows[:, CompiledDecode.NUM_COLUMNS :][:, : batch.block_tables.shape[1]] = batch.block_tables
-        return out
+        """A step's input [num_rows, NUM_COLUMNS + width].
 
-    def best(self, indices: mx.array, last_sampled: mx.array) -> mx.array:
-        """The compiled greedy step on `indices` that are on the device already."""
-        out: mx.array = self._greedy(indices, last_sampled)
+        Its columns are the bits of the sampling options, token, sample to take or -1, length, block table.
+        """
+        out = np.zeros((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
+        # Padding rows are greedy and have length 0, and block tables end in the scratch block.
+        token, feedback, length = range(NUM_OPTIONS, CompiledDecode.NUM_COLUMNS)
+        out[:, feedback] = -1
+        rows = out[: batch.num_rows]
+        rows[:, :NUM_OPTIONS] = sampling_options(batch.samples).view(np.int32)
+        rows[:, token] = batch.token_ids
+        if batch.feedback is not None:
+            rows[:, feedback] = batch.feedback
+        rows[:, length] = batch.seq_lens
+        rows[:, CompiledDecode.NUM_COLUMNS :][:, : batch.block_tables.shape[1]] = batch.block_tables
         return out
 
     def forget(self) -> None:
@@ -117,16 +118,14 @@ class CompiledDecode:
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
         shapes = [(n, width) for n in self.row_buckets for width in widths]
         for done, (num_rows, width) in enumerate(shapes, 1):
-            mx.eval(self._greedy(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
+            mx.eval(self.step(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
             self.forget()
             yield done / len(shapes)
 
-    def _forward(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
-        host, feedback, lens = (meta[:, i] for i in range(3))
+    def _step(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+        host, feedback, lens = (meta[:, i] for i in range(NUM_OPTIONS, self.NUM_COLUMNS))
         fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
         tokens = mx.where(feedback >= 0, fed_back, host)
         views = self._backend.decode_views(mx.contiguous(meta[:, self.NUM_COLUMNS :]), mx.contiguous(lens))
-        return self._model(tokens, views, None)
-
-    def _sample_best(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
-        return mx.argmax(self._forward(meta, last_sampled), axis=-1)
+        # All of `meta`, which the kernel reads the first columns of: a slice might be too small for it.
+        return sample_rows(self._model(tokens, views, None), meta.view(mx.float32))
