@@ -10,6 +10,7 @@ is written after each case, so that a run that is stopped keeps what it has.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -84,12 +85,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     batches = [1, 8, 32, 128, 256]
     args.decode = dict(args.decode or [(512, batches), (4096, batches), (16384, batches)])
     args.prefill = dict(args.prefill or [(512, [1, 8, 32, 128]), (4096, [1, 8])])
-    largest = max(batch for found in (args.decode, args.prefill) for each in found.values() for batch in each)
-    if args.max_num_seqs < largest:
-        args.max_num_seqs = largest
+    # All sequences of a case run at once.
+    batches = [batch for found in (args.decode, args.prefill) for each in found.values() for batch in each]
+    args.max_num_seqs = max(args.max_num_seqs, *batches)
     if args.max_num_batched_tokens < args.max_num_seqs:
         parser.error("--max-num-batched-tokens must be at least the number of sequences at once")
-    if min(args.rates) <= 0 or min(args.temperatures) < 0:
+    if not all(0 < rate < math.inf for rate in args.rates) or not all(0 <= t < math.inf for t in args.temperatures):
         parser.error("--rates must be above 0, and --temperatures not below")
     return args
 
@@ -206,8 +207,14 @@ class Arms:
                 self._workers[name] = Worker(module, log, **launch.get(name, {}))
             except OSError as error:
                 self.described[name] = {"failure": f"{module} can't be started: {error}"}
-        with ThreadPoolExecutor(len(self._modules)) as pool:
+        pool = ThreadPoolExecutor(len(self._modules))
+        try:
             list(pool.map(lambda name: self._build(name, builds[name], timeout_s), list(self._workers)))
+        except BaseException:
+            self.close()  # or Ctrl-C would wait for the slowest of them
+            raise
+        finally:
+            pool.shutdown()
         self.described = {name: self.described[name] for name in self._modules}
 
     def _build(self, name: str, params: dict[str, Any], timeout_s: float) -> None:
@@ -230,7 +237,7 @@ class Arms:
         try:
             return worker.call(method, max(1.0, self._deadline - time.monotonic()), **params)
         except WorkerError as error:
-            if not worker.alive:
+            if not worker.alive and "failure" not in self.described[name]:
                 self.fail(name, str(error))
             raise
 
@@ -297,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.shape != "tiny" and "failure" not in found and not found["on_gpu"]:
                 arms.fail(name, "its device is no GPU; --shape tiny runs without one")
         result["arms"] = arms.described
+        for found in arms.described.values():
+            result["versions"] |= found.get("versions", {})
         for name, found in arms.described.items():
             print(f"{name}: {found.get('failure') or 'ready after {:.0f} s'.format(found['ready_s'])}", flush=True)
         for case in measure(cases, arms, args, settings, skipped, began + args.budget_s):

@@ -65,6 +65,7 @@ class Worker:
         except BrokenPipeError:
             line = None
         if line is None:
+            self.close()  # its output is at its end, and it will be in a moment
             raise WorkerError(f"{self._name} ended:\n{self._last_words()}")
         reply = json.loads(line)
         if "error" in reply:
