@@ -18,41 +18,18 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 
 from loadtest import environment
 from loadtest.gpu import new_result
 from loadtest.options import int_list, positive_int
+from loadtest.shapes import SHAPES, llama_config
 from loadtest.tables import markdown_table, number
+from loadtest.worker_gpu_quire import random_model
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
-from mlx_engine.models.load import LoadedModel
 from mlx_engine.types import Request, SamplingParams
 from plugins.build import build_engine_for
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-}
 ARMS: dict[str, dict[str, Any]] = {
     "recorded": {"attention_backend": "fused"},
     "compiled": {"attention_backend": "fused", "record_decode": False},
@@ -78,29 +55,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := set(args.arms) - set(ARMS):
         parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
     return args
-
-
-def random_model(shape: str) -> LoadedModel:
-    """A Llama of this shape in bfloat16, its weights drawn by MLX."""
-    config: dict[str, Any] = {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "max_position_embeddings": 131072,
-    }
-    config |= SHAPES[shape]
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    return LoadedModel(
-        model=model,
-        config=config,
-        dtype=mx.bfloat16,
-        eos_token_ids=frozenset(),
-        max_model_len=131072,
-        vocab_size=config["vocab_size"],
-        weight_bytes=sum(int(array.nbytes) for _, array in tree_flatten(model.parameters())),
-    )
 
 
 def run(engine: Engine, batch: int, context: int, rng: np.random.Generator, sampling: SamplingParams) -> dict[str, Any]:
@@ -155,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **ARMS[arm],
         )
         start = time.monotonic()
-        engine = build_engine_for(config, random_model(args.shape))
+        engine = build_engine_for(config, random_model(llama_config(SHAPES[args.shape])))
         built = time.monotonic() - start
         print(f"{arm}: built in {built:.1f} s, {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
         rng = np.random.default_rng(0)

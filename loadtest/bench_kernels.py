@@ -24,7 +24,6 @@ from loadtest.gpu import new_result
 from loadtest.options import positive_int
 from loadtest.tables import markdown_table, number
 from mlx_engine.attention.kernels import PagedKernels, reference
-from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
 from mlx_engine.attention.pool import LayerPool, row_bytes
 from mlx_engine.types import LayerKVSpec
 
@@ -120,14 +119,25 @@ def copy_bandwidth(rounds: int) -> float:
     return 2 * _COPY_BYTES * _CHAIN / statistics.median(seconds(chain, rounds))
 
 
+def kernels_of(shape: Shape) -> PagedKernels:
+    """For a layer of this shape."""
+    heads, dim = shape.num_heads, shape.head_dim
+    return PagedKernels(heads, shape.num_kv_heads, dim, dim, shape.block_size, mx.bfloat16)
+
+
+def new_pool(shape: Shape, num_blocks: int) -> LayerPool:
+    """An empty one."""
+    spec = LayerKVSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    return LayerPool.zeros(spec, num_blocks, shape.block_size, mx.bfloat16, shape.stored)
+
+
 def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     """Seconds of one call, the median."""
     rng = np.random.default_rng(0)
     pages = -(-shape.seq_len // shape.block_size)
     num_blocks = shape.num_rows * pages + 1
     blocks = rng.permutation(num_blocks - 1).reshape(shape.num_rows, pages) + 1
-    spec = LayerKVSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
-    pool = LayerPool.zeros(spec, num_blocks, shape.block_size, mx.bfloat16, shape.stored)
+    pool = new_pool(shape, num_blocks)
     numbers = mx.random.normal((num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim))
     rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
     pool.write(rows, numbers, numbers)
@@ -136,9 +146,7 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     tables = mx.array(blocks.astype(np.int32))
     lens = mx.full((shape.num_rows,), shape.seq_len, mx.int32)
     mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales, queries, new, tables, lens)
-    kernels = PagedKernels(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.block_size, mx.bfloat16
-    )
+    kernels = kernels_of(shape)
 
     # Compiled as decode steps are, so that the kernels are timed and not the host that builds the graph.
     @mx.compile
@@ -152,9 +160,7 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
 
 def chosen_splits(shape: Shape) -> int:
     """As the fused backend chooses them."""
-    group = shape.num_heads // shape.num_kv_heads
-    parts = shape.num_heads // heads_per_group(group, quantized=shape.quantized)
-    return num_splits(shape.num_rows, parts, shape.seq_len)
+    return kernels_of(shape).num_splits(shape.num_rows, new_pool(shape, 1), shape.seq_len)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

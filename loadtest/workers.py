@@ -28,16 +28,19 @@ class WorkerTimeout(WorkerError):
 class Worker:
     """A Python module run as a child that answers calls, one at a time, and idles without using the CPU between them.
 
-    Its standard error goes to the file `log`. Use it as a context manager, or call `close`.
+    Its standard error goes to the file `log`, and it runs in this program's Python unless `python` names another. Use
+    it as a context manager, or call `close`.
     """
 
-    def __init__(self, module: str, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, log: Path, env: Mapping[str, str] | None = None, python: str = sys.executable
+    ) -> None:
         self._name = module
         self._log = log
         self._replies: queue.Queue[str | None] = queue.Queue()
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [python, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -62,11 +65,18 @@ class Worker:
         except BrokenPipeError:
             line = None
         if line is None:
+            self.close()  # its output is at its end, and it will be in a moment
             raise WorkerError(f"{self._name} ended:\n{self._last_words()}")
         reply = json.loads(line)
         if "error" in reply:
             raise WorkerError(f"{self._name}: {reply['error']}")
         return reply["result"]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still answer: it has neither ended nor been stopped."""
+        stdin = self._process.stdin
+        return stdin is not None and not stdin.closed and self._process.poll() is None
 
     def close(self) -> None:
         """Ends the process, killing it if it does not end by itself; safe to call again."""

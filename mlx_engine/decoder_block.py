@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family in as few kernels as we can: what a small step costs a GPU is mostly their number.
+"""A decoder layer of the Llama family in as few kernels as we can: a small step costs a GPU mostly their number.
 
 With few rows every product is a kernel of ours that takes in what goes before and after it (norm, rotation, gate,
 residual): five kernels a layer, attention included. With more rows the products are MLX's own.
@@ -34,9 +34,9 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self.post_attention_layernorm = block.post_attention_layernorm
         self.head_norms = [attention.q_norm, attention.k_norm] if "q_norm" in attention else None
         self.rope = attention.rope
-        self._num_heads = attention.n_heads
-        self._num_kv_heads = attention.n_kv_heads
-        self._scale = attention.scale
+        self._num_heads: int = attention.n_heads
+        self._num_kv_heads: int = attention.n_kv_heads
+        self._scale: float = attention.scale
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
         mx.eval(self.parameters())
 
@@ -177,5 +177,6 @@ def _inverse_frequencies(rope: nn.Module, head_dim: int) -> mx.array | None:
         return None
     if type(rope) is nn.RoPE:
         exponents = mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
-        return rope.scale * rope.base**-exponents
+        inv_freqs: mx.array = rope.scale * rope.base**-exponents
+        return inv_freqs
     return 1.0 / rope._freqs.astype(mx.float32) if type(rope) is Llama3RoPE else None

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 def adapt_for_gpu(model: nn.Module) -> None:
     """Puts blocks of fewer kernels where the architecture allows it.
 
-    Elsewhere it makes one product each of the query, key and value projections, and of an MLP's gate and up projections.
-    The weights are put together and the parts let go, a module at a time.
+    Elsewhere it makes one product each of the query, key and value projections, and of an MLP's gate and up
+    projections. The weights are put together and the parts let go, a module at a time.
     """
     blocks, tables = 0, RotaryTables()
     for name, module in list(model.named_modules()):

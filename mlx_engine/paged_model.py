@@ -18,7 +18,7 @@ from mlx_engine.modules import replace_module
 from mlx_engine.types import LayerKVSpec
 
 _PROBE_TOKENS = 12
-_FEW = 3
+_FEW = 2
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # How many times longer a multiplication takes in attention than in a linear layer: on a CPU the exponentials cost more
 # than the products (SmolLM2-135M on two cores: 5.3 times the time for a chunk of 512 after 5,500 tokens).
@@ -52,6 +52,7 @@ class PagedModel:
         if adapt is not None:
             adapt(self._model)
         self._head = _RowSelector(self._model)
+        self.num_heads: tuple[int, ...] = ()  # query heads of each layer
         self.layers, attention_work = self._probe(tokens, expected, loaded.dtype)
         attention_work *= _ATTENTION_FACTOR[mx.default_device().type]
         # Tokens of context over which attention takes a token as long as all else; None: it hardly grows.
@@ -130,6 +131,7 @@ class PagedModel:
                 f"the architecture {self._name!r} can't be served: its layers {missing} don't attend to their cache"
             )
         specs = tuple(view.spec for view in views if view.spec is not None)
+        self.num_heads = tuple(view.num_heads for view in views)
         work = sum(
             view.num_heads * (spec.key_head_dim + spec.value_head_dim)
             for view, spec in zip(views, specs, strict=True)
@@ -139,7 +141,8 @@ class PagedModel:
 
 
 def _relative_error(got: mx.array, expected: mx.array) -> float:
-    return abs(float((mx.linalg.norm(got - expected) / mx.linalg.norm(expected)).item()))
+    error: float = abs((mx.linalg.norm(got - expected) / mx.linalg.norm(expected)).item())
+    return error
 
 
 def _linear_work(loaded: LoadedModel) -> float:

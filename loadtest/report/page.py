@@ -21,7 +21,7 @@ _KEY_VERSIONS = ("python", "mlx", "mlx-lm", "ray", "mlx-quire")
 _KIND_TITLES = {
     "engine": "engine", "serve": "serve", "memory": "memory",
     "decode": "decode", "kernels": "kernels", "load": "load", "compare": "server comparison",
-    "experiment": "experiment",
+    "experiment": "experiment", "gpu": "engines on a GPU",
 }  # fmt: skip
 _ROW_CLASSES = {", better": "better", ", worse": "worse"}
 

@@ -48,6 +48,7 @@ def parse(document: Fields) -> tuple[str, Content, list[str]]:
         "load": _load,
         "compare": _compare,
         "experiment": _experiment,
+        "gpu": _gpu,
     }
     kind = document.text("benchmark")
     if kind is None:
@@ -301,3 +302,63 @@ def _experiment(document: Fields) -> Parsed:
     warnings = [f"did not hold: {name}: {detail}" for name, passed, detail in checks if not passed]
     warnings += [f"failed: {as_text(failure)}" for failure in document.list("failures")]
     return content, warnings + _generator_warnings(document) + _error_warnings(document)
+
+
+# Kind of case, key of a round (with a summary's figure), and how to show it.
+_GPU_METRICS = (
+    ("decode", "step_ms", "Decode step", "ms", "lower"),
+    ("prefill", "tokens_per_s", "Prefill", "tokens/s", "higher"),
+    ("mixed", "output_tokens_per_s", "Mixed traffic, output", "tokens/s", "higher"),
+    ("mixed", "ttft_s.median", "Mixed traffic, TTFT median", "s", "lower"),
+    ("mixed", "ttft_s.p99", "Mixed traffic, TTFT p99", "s", "lower"),
+    ("mixed", "itl_s.median", "Mixed traffic, ITL median", "s", "lower"),
+    ("mixed", "itl_s.p99", "Mixed traffic, ITL p99", "s", "lower"),
+)
+
+
+def _gpu(document: Fields) -> Parsed:
+    """Arms that differ in the engine: shown as an experiment of its own for each shape of model."""
+    warnings, metrics = [], []
+    cases = document.children("cases")
+    for kind, key, title, unit, better in _GPU_METRICS:
+        for case in cases:
+            if case.text("kind") != kind:
+                continue
+            arms = case.child("arms")
+            values = {arm: _of_rounds(_figures(arms.child(arm), key)) for arm in arms.keys()}  # noqa: SIM118
+            measured = {arm: found for arm, found in values.items() if found.samples}
+            name = (case.text("name") or "?").removeprefix(f"{kind} ")
+            metrics.append(Metric(title, unit, better, name, ("median",), measured))
+    configurations = {}
+    engines = document.child("arms")
+    for arm in engines.keys():  # noqa: SIM118
+        engine = engines.child(arm)
+        configurations[arm] = "; ".join(as_text(engine.raw(key)) for key in ("options", "chosen") if engine.raw(key))
+        if failure := engine.text("failure"):
+            warnings.append(f"{arm} is missing: {failure}")
+    for case in cases:
+        arms = case.child("arms")
+        for arm in arms.keys():  # noqa: SIM118
+            if failure := arms.child(arm).text("failure"):
+                warnings.append(f"{case.text('name')}, {arm}: {failure}")
+        if case.flag("cut_short"):
+            warnings.append(f"cut short: {case.text('name')}")
+    warnings += [f"skipped: {found.text('case')}: {found.text('reason')}" for found in document.children("skipped")]
+    shape = document.text("shape") or "?"
+    content = Experiment(
+        name=f"gpu {shape}",
+        title=f"engines on one GPU, {shape}",
+        question="In process, on random weights, taking turns.",
+        arms=configurations,
+        metrics=tuple(metrics),
+        series=(),
+        checks=(),
+        notes=(),
+    )
+    return content, warnings
+
+
+def _figures(arm: Fields, key: str) -> tuple[float, ...]:
+    name, _, part = key.partition(".")
+    found = (reply.child(name).number(part) if part else reply.number(name) for reply in arm.children("rounds"))
+    return tuple(value for value in found if value is not None)

@@ -91,6 +91,36 @@ class FusedBackend(GatherBackend):
         offset = seq_lens - 1
         return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
 
+    def tile_shape(self, num_heads: Sequence[int]) -> tuple[int, int] | None:
+        """That of all layers' chunks, of which each has so many query heads; None where the kernels don't take them."""
+        shapes = {
+            kernels.tile_shape if kernels.uses_matrix(pool) else None
+            for kernels, pool in (
+                (self._layer_kernels(heads, spec), pool)
+                for heads, spec, pool in zip(num_heads, self._layers, self._pools, strict=True)
+            )
+        }
+        return shapes.pop() if len(shapes) == 1 and all(self._supported) else None
+
+    def chunk_views(
+        self,
+        block_tables: mx.array,
+        seq_lens: mx.array,
+        positions: mx.array,
+        slots: mx.array,
+        tile_shape: tuple[int, int],
+        plan: ChunkPlan,
+    ) -> list[PagedView]:
+        """The caches of a step of decode rows and of chunks, all of whose shapes are fixed.
+
+        block_tables and seq_lens as for `decode_views`; positions and slots are those of the chunks' tokens.
+        """
+        num_rows, width = block_tables.shape
+        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens, slots)
+        step.chunk_plans[tile_shape] = plan
+        offset = mx.concatenate([seq_lens - 1, positions])
+        return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
+
     def follow(self, indices: mx.array) -> mx.array:
         """The indices [B, ...] int32 of a compiled step, made to come after the step before."""
         last, self._last = self._last, []
@@ -141,7 +171,8 @@ class FusedBackend(GatherBackend):
             self._counts["fused" if splits == 1 else "fused_split"] += 1
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
-                *(x[:num_decodes].squeeze(2) for x in new),
+                new[0][:num_decodes].squeeze(2),
+                new[1][:num_decodes].squeeze(2),
                 pool,
                 step.block_tables,
                 step.seq_lens,
@@ -153,24 +184,15 @@ class FusedBackend(GatherBackend):
                 sinks=sinks,
             )
             parts.append(out[:, :, None])
-        if ticket is not None and step.chunks is not None:
+        if ticket is not None:
             kernels, after = self._layer_kernels(queries.shape[1], spec), ticket
             if kernels.uses_matrix(pool):
-                chunks = step.chunks.batch.prefill_chunks
-                self._counts["chunk_paged"] += len(chunks)
-                if kernels not in step.chunk_plans:
-                    step.chunk_plans[kernels] = kernels.plan_chunks(chunks, num_decodes)
-                out = kernels.prefill(
-                    queries[num_decodes:].squeeze(2),
-                    pool,
-                    step.chunk_plans[kernels],
-                    after,
-                    scale=scale,
-                    window=window,
-                    sinks=sinks,
-                )
+                plan = step.chunk_plan(kernels.tile_shape)
+                self._counts["chunk_paged"] += plan.chunks.shape[0]
+                rows = queries[num_decodes:].squeeze(2)
+                out = kernels.prefill(rows, pool, plan, after, scale=scale, window=window, sinks=sinks)
                 parts.append(out[:, :, None])
-            else:
+            elif step.chunks is not None:
                 parts += self.attend_chunks(
                     step.chunks,
                     queries,
@@ -203,8 +225,17 @@ class FusedStep:
     seq_lens: mx.array  # [num_decodes], the new token included
     chunk_slots: mx.array | None = None  # [T - num_decodes] of the pool
     chunks: GatherStep | None = None
-    chunk_plans: dict[PagedKernels, ChunkPlan] = field(default_factory=dict)
+    chunk_plans: dict[tuple[int, int], ChunkPlan] = field(default_factory=dict)  # by tile shape
     _lengths: dict[int, tuple[int, mx.array]] = field(default_factory=dict)
+
+    def chunk_plan(self, tile_shape: tuple[int, int]) -> ChunkPlan:
+        """How the chunks are shared out, made once for all layers."""
+        if tile_shape not in self.chunk_plans:
+            if self.chunks is None:
+                raise ValueError("the step has no chunks")
+            chunks = self.chunks.batch.prefill_chunks
+            self.chunk_plans[tile_shape] = ChunkPlan.of(chunks, self.num_decodes, tile_shape)
+        return self.chunk_plans[tile_shape]
 
     def length(self, num_tokens: int) -> tuple[int, mx.array]:
         """A number as `PagedKernels.collect` takes it, made once for all layers."""

@@ -163,8 +163,26 @@ def experiment(**changes: Any) -> Document:
     } | changes  # fmt: skip
 
 
+def gpu(**changes: Any) -> Document:
+    """A case of each kind; our arm ran two rounds of the first."""
+    latencies = {"ttft_s": summary([0.01, 0.02]), "itl_s": {**summary([0.002]), "samples": None}}
+    replies: dict[str, tuple[str, list[Document]]] = {
+        "decode 8 x 512": ("decode", [{"step_ms": 1.5}, {"step_ms": 1.7}]),
+        "prefill 8 x 512": ("prefill", [{"tokens_per_s": 1000.0}]),
+        "mixed 8/s, temperature 0": ("mixed", [{"output_tokens_per_s": 100.0, **latencies}]),
+    }
+    cases = []
+    for name, (kind, rounds) in replies.items():
+        arms: Document = {"quire": {"rounds": rounds, "failure": None}}
+        arms["vllm"] = {"rounds": rounds[:1], "failure": None}
+        cases.append({"name": name, "kind": kind, "cut_short": False, "arms": arms})
+    arms = {"quire": {"options": {"block_size": 16}}, "vllm": {"options": {"dtype": "bfloat16"}}}
+    return {"benchmark": "gpu", **described(), "shape": "llama-1b", "arms": arms, "cases": cases,
+            "skipped": []} | changes  # fmt: skip
+
+
 def every_kind() -> dict[str, Document]:
     """One of each, by file name."""
     return {"engine.json": engine(), "serve.json": serve(), "memory.json": memory(), "load.json": load(),
             "compare.json": compare(), "experiment.json": experiment(), "decode.json": decode(),
-            "kernels.json": kernels()}  # fmt: skip
+            "kernels.json": kernels(), "gpu.json": gpu()}  # fmt: skip

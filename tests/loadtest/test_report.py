@@ -92,9 +92,9 @@ def test_every_kind_is_on_one_page_and_every_figure_is_plotlys(tmp_path: Path) -
     text = " ".join(parsed.text)
     for heading in ("Load over HTTP", "Engine against mlx-lm", "The server against its own engine", "Memory",
                     "Decode steps on a GPU", "Attention kernels",
-                    "Experiment: Which policy?"):  # fmt: skip
+                    "Experiment: Which policy?", "Experiment: engines on one GPU, llama-1b"):  # fmt: skip
         assert heading in text
-    assert len(parsed.plots) == 23
+    assert len(parsed.plots) == 30
     for name, figure in parsed.plots.items():
         go.Figure({"data": figure["traces"], "layout": figure["layout"]})  # raises for what plotly doesn't know
         assert all(len(choice) == len(figure["traces"]) for choice in figure["choices"]), name
@@ -174,6 +174,23 @@ def test_decode_steps_and_kernels_are_the_files_numbers(tmp_path: Path) -> None:
     text = " ".join(parsed.text)
     assert "wrong result: a case" in text
     assert "another" not in text
+
+
+def test_engines_on_a_gpu_are_an_experiment_whose_arms_are_engines(tmp_path: Path) -> None:
+    missing = {"quire": {"options": {"block_size": 16}}, "vllm": {"failure": "no such module"}}
+    document = documents.gpu(arms=missing, skipped=[{"case": "decode 9 x 9", "reason": "too large"}])
+    document["cases"][2]["arms"]["vllm"] = {"rounds": [], "failure": "it broke"}
+    parsed = rendered(write(tmp_path, {"g.json": document}))
+    steps = traces(parsed, "Decode step (ms)")
+    assert {arm: (trace["x"], trace["y"]) for arm, trace in steps.items()} == {
+        "quire": (["8 x 512"] * 2, [1.5, 1.7]), "vllm": (["8 x 512"], [1.5]),
+    }  # fmt: skip
+    assert traces(parsed, "Mixed traffic, TTFT p99 (s)")["quire"]["y"] == [pytest.approx(0.0199)]
+    assert traces(parsed, "Mixed traffic, ITL median (s)")["quire"]["y"] == [0.002]
+    text = " ".join(parsed.text)
+    for said in ("vllm is missing: no such module", "mixed 8/s, temperature 0, vllm: it broke",
+                 "skipped: decode 9 x 9: too large", '{"block_size": 16}'):  # fmt: skip
+        assert said in text
 
 
 def test_experiments_show_their_samples_and_series(tmp_path: Path) -> None:
@@ -330,7 +347,7 @@ def test_a_browser_draws_every_plot_without_a_network(tmp_path: Path, width: int
             tab.wait_for_selector("html[data-drawn]", timeout=120_000)
             plots = tab.locator(".plot")
             drawn = tab.locator(".plot.js-plotly-plot:has(.main-svg):has(.xy)")
-            assert drawn.count() == plots.count() == 23
+            assert drawn.count() == plots.count() == 30
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, (
                 "the page itself never scrolls sideways"
             )

@@ -33,8 +33,12 @@ def test_a_worker_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 def test_a_worker_that_dies_says_its_last_words(tmp_path: Path) -> None:
     with Worker(ECHO, tmp_path / "log") as worker:
         worker.call("echo", 60)
+        assert worker.alive
         with pytest.raises(WorkerError, match="ended"):
             worker.call("exit", 60, status=3)
+        assert not worker.alive
+        with pytest.raises(WorkerError, match="has been stopped"):
+            worker.call("echo", 60)
 
 
 def test_the_peers_process_holds_nothing_of_ours_but_the_blas_loader() -> None:

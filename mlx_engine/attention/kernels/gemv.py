@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import mlx.core as mx
 
@@ -12,11 +11,11 @@ from mlx_engine.attention.kernels import paged
 from mlx_engine.types import cdiv
 
 # Rows that a product takes at most: beyond, MLX's own are faster.
-MAX_GEMV_ROWS = 4
+MAX_GEMV_ROWS = 2
 _WARPS = 8
 _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
-_WANTED_WARPS = 4096
+_WANTED_WARPS = 8192
 _ROTATE_THREADS = 128
 
 
@@ -110,12 +109,11 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     return out
 
 
-def _num_splits(num_pairs: int, num_pieces: int) -> Literal[1, 2, 4, 8]:
+def _num_splits(num_pairs: int, num_pieces: int) -> int:
     """Into how many parts to split the sums of a pair of columns: enough warps, each with some pieces to read."""
-    splits: Literal[1, 2, 4, 8] = 1
-    for more in (2, 4, 8):
-        if num_pairs * splits < _WANTED_WARPS and num_pieces >= more * 32 * _UNROLL:
-            splits = more  # type: ignore[assignment]
+    splits = 1
+    while num_pairs * splits < _WANTED_WARPS and splits < _WARPS and num_pieces >= 2 * splits * 32 * _UNROLL:
+        splits *= 2
     return splits
 
 

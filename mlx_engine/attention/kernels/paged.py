@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_engine.attention.pool import LayerPool
-from mlx_engine.input_batch import PrefillChunk
+from mlx_engine.input_batch import IntArray, PrefillChunk
 from mlx_engine.types import cdiv
 
 Dialect = Literal["metal", "cuda", "host"]
@@ -115,7 +115,7 @@ def kernel_header(name: str, dialect: Dialect) -> str:
 @functools.cache
 def has_matrix_instructions() -> bool:
     """Whether the default device has those of the kernels that need them."""
-    if not mx.cuda.is_available():
+    if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
         return False
     digits = re.sub(r"\D", "", str(mx.device_info().get("architecture", "")))
     return bool(digits) and int(digits) >= _FIRST_WITH_MATRIX
@@ -159,12 +159,16 @@ def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Prefill chunks as `prefill` takes them: see its text."""
+    """Prefill chunks as `prefill` takes them. Any of them may be padding."""
 
-    block_table: mx.array
-    chunks: mx.array
-    tiles: mx.array
-    num_tiles: int
+    block_table: mx.array  # [P] those of all chunks, one after the other
+    chunks: mx.array  # [n, 4] first row, tokens (0: padding), position of the first, where its block table begins
+    tiles: mx.array  # [x, 2] chunk, first of the rows that a threadgroup takes
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[int, int]) -> ChunkPlan:
+        """The plan of these chunks, whose rows are counted from first_row on."""
+        return cls(*(mx.array(array) for array in share_out(chunks, first_row, tile_shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,31 +323,10 @@ class PagedKernels:
         )[0]
         return combined
 
-    def plan_chunks(self, chunks: Sequence[PrefillChunk], first_row: int) -> ChunkPlan:
-        """How `prefill` shares these chunks out, whose rows are counted from first_row on."""
-        rows = _PREFILL_WARPS * 16 * self._prefill_tiles
-        group = self.num_heads // self.num_kv_heads
-        table = np.concatenate([chunk.block_table for chunk in chunks])
-        starts = np.cumsum([0, *(len(chunk.block_table) for chunk in chunks[:-1])])
-        described = [
-            (chunk.first_row - first_row, chunk.num_tokens, chunk.start, start)
-            for chunk, start in zip(chunks, starts.tolist(), strict=True)
-        ]
-        # The longest first: they would be waited for.
-        tiles = sorted(
-            (
-                (-(chunk.start + row // group), i, row)
-                for i, chunk in enumerate(chunks)
-                for row in range(0, chunk.num_tokens * group, rows)
-            ),
-        )
-        shared_out = np.asarray([(i, row) for _, i, row in tiles], np.int32)
-        return ChunkPlan(
-            _padded(mx.array(table.astype(np.int32))),
-            _padded(mx.array(np.asarray(described, np.int32).reshape(-1))),
-            _padded(mx.array(shared_out.reshape(-1))),
-            len(tiles),
-        )
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Rows that a threadgroup of `prefill` takes, and how many of them are one position."""
+        return _PREFILL_WARPS * 16 * self._prefill_tiles, self.num_heads // self.num_kv_heads
 
     @property
     def _prefill_tiles(self) -> int:
@@ -373,7 +356,7 @@ class PagedKernels:
                 queries,
                 pool.keys,
                 pool.values,
-                plan.block_table,
+                _padded(plan.block_table),
                 plan.chunks,
                 plan.tiles,
                 params,
@@ -392,7 +375,7 @@ class PagedKernels:
                 ("TILES", self._prefill_tiles),
                 ("SINKS", sinks is not None),
             ],
-            grid=(plan.num_tiles * threads, self.num_kv_heads, 1),
+            grid=(plan.tiles.shape[0] * threads, self.num_kv_heads, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(queries.shape[0], self.num_heads, self.value_head_dim)],
             output_dtypes=[self.dtype],
@@ -463,6 +446,24 @@ def sample_rows(logits: mx.array, options: mx.array) -> mx.array:
         output_dtypes=[mx.uint32],
     )[0]
     return out
+
+
+def share_out(chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[int, int]) -> tuple[IntArray, ...]:
+    """What `prefill` reads of these chunks, whose rows are counted from first_row on: see ChunkPlan."""
+    rows, group = tile_shape
+    table = np.concatenate([chunk.block_table for chunk in chunks])
+    starts = np.cumsum([0, *(len(chunk.block_table) for chunk in chunks[:-1])]).tolist()
+    described = [
+        (chunk.first_row - first_row, chunk.num_tokens, chunk.start, start)
+        for chunk, start in zip(chunks, starts, strict=True)
+    ]
+    # The longest first: they would be waited for.
+    tiles = sorted(
+        (-(chunk.start + row // group), i, row)
+        for i, chunk in enumerate(chunks)
+        for row in range(0, chunk.num_tokens * group, rows)
+    )
+    return table, np.asarray(described, np.int32), np.asarray([tile[1:] for tile in tiles], np.int32)
 
 
 def publish(sampled: mx.array, samples: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlx_engine.attention.kernels import PagedKernels, paged
+from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.input_batch import PrefillChunk
 from mlx_engine.types import LayerKVSpec, cdiv
@@ -109,7 +110,7 @@ def run(case: Case, seed: int = 0) -> tuple[Array, Array]:
     out = kernels.prefill(
         queries,
         pool,
-        kernels.plan_chunks(chunks, 3),
+        ChunkPlan.of(chunks, 3, kernels.tile_shape),
         mx.zeros((8,), mx.int32),
         scale=scale,
         window=case.window,
