@@ -15,6 +15,7 @@ from mlx_engine.input_batch import InputBatch, build_input_batch
 from mlx_engine.interfaces import AttentionBackend, StepHandle
 from mlx_engine.native.graphs import Fetch
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.recorded_chunks import RecordedChunks
 from mlx_engine.recorded_decode import RecordedDecode
 from mlx_engine.sampler import build_sampling_batch, sample, sampling_options
 from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
@@ -77,7 +78,7 @@ class MLXModelRunner:
 
     With `compiled`, steps of decode rows only run as compiled functions, and every step is handed to the device as soon
     as it is built: the backend's pools are written in place, in an order that data flow keeps. With `recorded` they are
-    launched from recordings, and all samples go through its array.
+    launched from recordings, with `recorded_chunks` also small steps with chunks, and all samples go through one array.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class MLXModelRunner:
         vocab_size: int,
         compiled: CompiledDecode | None = None,
         recorded: RecordedDecode | None = None,
+        recorded_chunks: RecordedChunks | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -96,6 +98,7 @@ class MLXModelRunner:
         self._vocab_size = vocab_size
         self._compiled = compiled
         self._recorded = recorded
+        self._recorded_chunks = recorded_chunks
         self._last_sampled: mx.array | None = None
         self._last_request_ids: list[str] = []
         self._counts: Counter[str] = Counter()
@@ -103,12 +106,22 @@ class MLXModelRunner:
     def warm_up(self) -> Iterator[float]:
         """Compiles what can be compiled; yields the share that is done."""
         if self._recorded is not None:
+            parts = 1 if self._recorded_chunks is None else 2
             try:
-                yield from self._recorded.warm_up()
-                return
+                for done in self._recorded.warm_up():
+                    yield done / parts
             except RuntimeError as error:
                 logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
-                self._recorded = None
+                self._recorded = self._recorded_chunks = None
+        if self._recorded_chunks is not None:
+            try:
+                for done in self._recorded_chunks.warm_up():
+                    yield (1 + done) / 2
+            except RuntimeError as error:
+                logger.warning("steps with prefill chunks are not recorded, slower for short prompts: %s", error)
+                self._recorded_chunks = None
+        if self._recorded is not None:
+            return
         if self._compiled is not None:
             # What a refused recording has left.
             self._compiled.forget()
@@ -124,6 +137,12 @@ class MLXModelRunner:
             self._counts["recorded"] += 1
             self._last_sampled, self._last_request_ids = recorded.samples, request_ids
             return FetchedStepHandle(output.step, request_ids, recorded.launch(batch))
+        if recorded is not None and self._recorded_chunks is not None and batch.prefill_chunks:
+            fetch = self._recorded_chunks.launch(batch)
+            if fetch is not None:
+                self._counts["recorded_chunks"] += 1
+                self._last_sampled, self._last_request_ids = recorded.samples, request_ids
+                return FetchedStepHandle(output.step, request_ids, fetch)
         if compiled is not None and is_compiled:
             self._counts["compiled"] += 1
             sampled: mx.array | None = compiled(batch, self._last_sampled)

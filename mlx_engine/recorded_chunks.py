@@ -25,11 +25,13 @@ from mlx_engine.types import cdiv
 
 logger = logging.getLogger(__name__)
 
-# Chunk tokens of a recording: in larger steps the GPU has enough to do while the host builds the next one.
+# Chunk tokens of a recording, with each number of decode rows, and with none or the most only. In still larger steps
+# the GPU has enough to do while the host builds the next one.
 _TOKENS = (16, 64, 128, 256, 512)
+_MORE_TOKENS = (384, 768, 1024, 1536, 2048)
 # Chunks of a step for so many of its tokens, and the most.
-_TOKENS_PER_CHUNK = 16
-_MAX_CHUNKS = 16
+_TOKENS_PER_CHUNK = 8
+_MAX_CHUNKS = 32
 _FIELDS = ("tokens", "feedback", "seq_lens", "positions", "slots", "table", "chunks", "tiles")
 
 
@@ -49,6 +51,9 @@ class ChunkBackend(Protocol):
         plan: ChunkPlan,
     ) -> list[LayerKVView]:
         """The caches of a step; see FusedBackend."""
+
+    def lead(self, output: mx.array | None) -> None:
+        """See CompilableBackend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ class _Recording:
     sampling: mx.array  # [num_samples, NUM_OPTIONS + 1] bits of the options, then the row that is sampled
 
 
+def _num_rows(shape: _Shape) -> int:
+    return shape.num_decodes + shape.num_tokens
+
+
 class RecordedChunks:
     """Runs steps with prefill chunks from recordings."""
 
@@ -113,9 +122,11 @@ class RecordedChunks:
         self._max_pages = max_pages
         self._block_size = block_size
         self._max_bytes = max_bytes
-        tokens = [n for n in _TOKENS if n < 2 * max_num_batched_tokens]
-        decodes = sorted({0, *(n for n in (8, 32, 128) if n < max_num_seqs), samples.shape[0]})
-        self._shapes = [self._shape(*sizes) for sizes in itertools.product(tokens, decodes)]
+        most = samples.shape[0]
+        decodes = sorted({0, *(n for n in (8, 32, 128) if n < max_num_seqs), most})
+        sizes = [*itertools.product(_TOKENS, decodes), *itertools.product(_MORE_TOKENS, (0, most))]
+        # In the order in which they are recorded while there is memory.
+        self._shapes = [self._shape(*size) for size in sizes if size[0] < 2 * max_num_batched_tokens]
         self._recordings: dict[_Shape, _Recording] = {}
 
     def warm_up(self) -> Iterator[float]:
@@ -132,7 +143,7 @@ class RecordedChunks:
 
     def launch(self, batch: InputBatch) -> Fetch | None:
         """Hands a step with chunks to the GPU; its samples once they are there. None: no recording holds it."""
-        shape = next((shape for shape in self._recordings if self._holds(shape, batch)), None)
+        shape = min((shape for shape in self._recordings if self._holds(shape, batch)), key=_num_rows, default=None)
         if shape is None:
             return None
         recording = self._recordings[shape]
@@ -145,6 +156,8 @@ class RecordedChunks:
             sampling = self._sampling(shape, batch)
             self._graphs.write_rows(recording.sampling, sampling.tobytes(), *sampling.shape)
         recording.graph.launch()
+        # What MLX's own steps gave comes before this one in the GPU's stream; nothing has to follow it any more.
+        self._backend.lead(None)
         return self._graphs.fetch(self._samples, len(batch.samples))
 
     def _shape(self, num_tokens: int, num_decodes: int) -> _Shape:
@@ -220,14 +233,13 @@ class RecordedChunks:
         mx.eval(numbers, tables, sampling)
         mx.eval(self._step(shape, numbers, tables, sampling))
         graph = self._graphs.record(lambda: self._step(shape, numbers, tables, sampling))
+        self._backend.lead(None)
         return _Recording(graph, numbers, tables, sampling)
 
     def _step(self, shape: _Shape, numbers: mx.array, tables: mx.array, sampling: mx.array) -> mx.array:
         ends = list(itertools.accumulate(shape.sizes.values()))
         flat = numbers.reshape(-1)
-        field = {
-            name: flat[end - size : end] for (name, size), end in zip(shape.sizes.items(), ends, strict=True)
-        }
+        field = {name: flat[end - size : end] for (name, size), end in zip(shape.sizes.items(), ends, strict=True)}
         decodes = shape.num_decodes
         feedback = field["feedback"]
         fed_back = self._samples[mx.maximum(feedback, 0)].astype(mx.int32)

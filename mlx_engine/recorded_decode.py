@@ -30,6 +30,7 @@ class RecordedDecode:
         short = min(cdiv(_SHORT_TOKENS, block_size), compiled.max_width)
         self._widths = sorted({short, compiled.max_width})
         self._recordings: dict[tuple[int, int], tuple[Any, mx.array]] = {}
+        self.max_pages = compiled.max_width  # of a sequence
         self.samples = mx.zeros((compiled.max_rows,), mx.uint32)
         mx.eval(self.samples)
 

@@ -25,12 +25,16 @@ from mlx_engine.models.resolve import resolve_model
 from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.native.graphs import load_graphs
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.recorded_chunks import RecordedChunks
 from mlx_engine.recorded_decode import RecordedDecode
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo, cdiv
 from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
 
 logger = logging.getLogger(__name__)
+
+# Of the device's memory, what recordings of steps with chunks may take.
+_RECORDED_SHARE = 0.06
 
 Progress = Callable[[str, float], None]
 
@@ -151,13 +155,15 @@ def _assemble(
     if config.compile_decode and getattr(backend, "compiles", False):
         max_tokens = min(scheduler.max_total_tokens, max_model_len)
         compiled = CompiledDecode(model, backend, config.max_num_seqs, cdiv(max_tokens, config.block_size))
+    recorded = _recorded_decode(config, compiled)
     runner = MLXModelRunner(
         model,
         backend,
         block_size=config.block_size,
         vocab_size=loaded.vocab_size,
         compiled=compiled,
-        recorded=_recorded_decode(config, compiled),
+        recorded=recorded,
+        recorded_chunks=_recorded_chunks(config, model, backend, recorded),
     )
     for fraction in runner.warm_up():
         report("warm_up", fraction)
@@ -209,6 +215,32 @@ def _recorded_decode(config: EngineConfig, compiled: CompiledDecode | None) -> R
     except NativeUnavailable as error:
         logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
         return None
+
+
+def _recorded_chunks(
+    config: EngineConfig, model: PagedModel, backend: Any, recorded: RecordedDecode | None
+) -> RecordedChunks | None:
+    """Recordings of small steps with prefill chunks, where decode steps are recorded and the kernels take chunks."""
+    tile_shape = None if recorded is None else backend.tile_shape(model.num_heads)
+    if recorded is None or tile_shape is None:
+        return None
+    return RecordedChunks(
+        model,
+        backend,
+        load_graphs(),
+        recorded.samples,
+        tile_shape=tile_shape,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_pages=recorded.max_pages,
+        block_size=config.block_size,
+        max_bytes=int(_RECORDED_SHARE * _device_bytes()),
+    )
+
+
+def _device_bytes() -> int:
+    info = mx.device_info()
+    return int(next((info[key] for key in ("total_memory", "memory_size") if key in info), 0))
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

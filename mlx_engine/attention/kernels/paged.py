@@ -38,6 +38,7 @@ _MIN_SIZE = 8
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
 # the second kernel costs what the first one saves.
 _WANTED_GROUPS = 1024
+_WANTED_GROUPS_MATRIX = 256  # a warp of theirs is done sooner
 MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
@@ -149,11 +150,14 @@ def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
     return max(heads for heads in range(1, min(group, most) + 1) if group % heads == 0)
 
 
-def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
-    """Into how many parts to split each row's tokens, a power of two: enough threadgroups, none with hardly a token."""
+def num_splits(num_groups: int, max_len: int, wanted_groups: int = _WANTED_GROUPS) -> int:
+    """Into how many parts to split the tokens of as many threadgroups as there are without: a power of two.
+
+    Enough threadgroups, none with hardly a token.
+    """
     if max_len <= _WHOLE_TOKENS:
         return 1
-    wanted = min(_WANTED_GROUPS // max(num_rows * num_parts, 1), max_len // MIN_TOKENS, _MAX_SPLITS)
+    wanted = min(wanted_groups // max(num_groups, 1), max_len // MIN_TOKENS, _MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
@@ -226,10 +230,7 @@ class PagedKernels:
         num_groups = num_rows * self.num_kv_heads
         if self.uses_matrix(pool):
             heads = heads_per_group(group, _MAX_HEADS_MATRIX)
-            num_groups *= group // heads
-            # More would not fit its registers.
-            most = 16 if max(self.key_head_dim, self.value_head_dim) <= 64 and heads <= 8 else 8
-            return heads, most if num_groups <= _FEW_GROUPS else 8 if num_groups <= 2 * _FEW_GROUPS else 4
+            return heads, 8 if num_groups * (group // heads) <= 2 * _FEW_GROUPS else 4
         if num_groups <= _FEW_GROUPS:
             return 1, 8
         return heads_per_group(group, _MAX_HEADS_QUANTIZED if pool.quantized else _MAX_HEADS), 4
@@ -237,7 +238,8 @@ class PagedKernels:
     def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
         """Into how many parts to split the tokens of rows of up to max_len of them."""
         heads, _ = self.decode_layout(num_rows, pool)
-        return num_splits(num_rows, self.num_heads // heads, max_len)
+        wanted = _WANTED_GROUPS_MATRIX if self.uses_matrix(pool) else _WANTED_GROUPS
+        return num_splits(num_rows * self.num_heads // heads, max_len, wanted)
 
     def decode(
         self,

@@ -106,10 +106,10 @@ def test_heads_of_a_group_are_split_evenly(group: int, heads: int) -> None:
 def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
     for rows in (1, 3, 32, 500):
         for length in (1, 1024, 4096, 100_000):
-            splits = num_splits(rows, 8, length)
+            splits = num_splits(8 * rows, length)
             assert splits & (splits - 1) == 0
             assert splits == 1 or (length // splits >= 256 and rows * 8 * splits <= 1024)
-    assert num_splits(1, 8, 32_768) == 128
+    assert num_splits(8, 32_768) == 128
 
 
 @pytest.mark.parametrize(
