@@ -12,6 +12,7 @@ from mlx_engine.errors import PluginError, nearest_name
 from mlx_engine.interfaces import (
     INTERFACE_VERSION,
     AttentionBackend,
+    Drafter,
     KVCacheManager,
     PrefixCache,
     SchedulerPolicy,
@@ -21,12 +22,14 @@ SCHEDULERS = "mlx_quire.schedulers"
 KV_MANAGERS = "mlx_quire.kv_managers"
 PREFIX_CACHES = "mlx_quire.prefix_caches"
 ATTENTION_BACKENDS = "mlx_quire.attention_backends"
+DRAFTERS = "mlx_quire.drafters"
 
 _INTERFACES: Mapping[str, type[Any]] = {
     SCHEDULERS: SchedulerPolicy,
     KV_MANAGERS: KVCacheManager,
     PREFIX_CACHES: PrefixCache,
     ATTENTION_BACKENDS: AttentionBackend,
+    DRAFTERS: Drafter,
 }
 
 
