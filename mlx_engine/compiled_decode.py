@@ -65,8 +65,9 @@ class CompiledDecode:
         self._logits = mx.compile(self._forward)
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether this is a step of decode rows only, each of which gives a sample."""
-        return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
+        """Whether this is a step of decode rows only, each of which gives a sample, and none of which is a draft."""
+        plain = not batch.prefill_chunks and not batch.num_verify_rows
+        return plain and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
 
     def padded(self, sampled: mx.array) -> mx.array:
         """The samples with padding after them, as the next step takes them."""

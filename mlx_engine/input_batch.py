@@ -5,6 +5,13 @@ Rows are tokens. Sequences that run one token come first (the decode rows), pref
     row            0   1   2   3   4   5   6   7
     sequence       a   b   c   d   d   d   e   e
                    `- decode -'   `-- chunks ---'
+
+A draft is a decode row of its own, after all that are none. Sequences with drafts come last among the decode rows, so
+that the rows which see what others of the same step store lie together (here b and c have drafts):
+
+    row            0   1   2   3   4   5   6   7   8
+    sequence       a   b   c   b   b   c   d   d   d
+                       `---- verify ---'
 """
 
 from __future__ import annotations
@@ -55,11 +62,13 @@ class InputBatch:
     slot_mapping: IntArray  # [T] block id * block_size + offset: where the row's K/V goes
     block_size: int  # tokens
     num_decode_rows: int  # B; rows 0 to B - 1
+    num_verify_rows: int  # the last of these, of sequences with drafts: each sees K/V that others of them store
     block_tables: IntArray  # [B, P] of the decode rows, padded with the scratch block
     seq_lens: IntArray  # [B] tokens to attend to, the row's own included
     prefill_chunks: tuple[PrefillChunk, ...]
     sample_rows: IntArray  # [S], ascending
     samples: tuple[ScheduledSequence, ...]  # [S], the sequences of sample_rows
+    draft_samples: range  # the samples that are of drafts
 
     @property
     def num_rows(self) -> int:
@@ -79,22 +88,31 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     """
     decodes = [seq for seq in output.sequences if seq.num_tokens == 1]
     chunks = [seq for seq in output.sequences if seq.num_tokens > 1]
-    num_decodes = len(decodes)
+    drafted = [seq for seq in decodes if seq.draft_token_ids]
+    if drafted:
+        decodes = [seq for seq in decodes if not seq.draft_token_ids] + drafted
+    num_lone = len(decodes)
+    drafts = [(seq, i, token) for seq in drafted for i, token in enumerate(seq.draft_token_ids, 1)]
+    num_decodes = num_lone + len(drafts)
     num_rows = num_decodes + sum([seq.num_tokens for seq in chunks])
     token_ids = np.zeros(num_rows, np.int32)
     feedback = np.full(num_rows, -1, np.int32)
     positions = np.empty(num_rows, np.int32)
     slots = np.empty(num_rows, np.int32)
     # All decode rows at once: with hundreds of them a loop over rows costs more than the step itself.
-    token_ids[:num_decodes] = [seq.token_ids[0] if seq.token_ids else 0 for seq in decodes]
-    feedback[:num_decodes] = _feedback(decodes, last_samples)
+    token_ids[:num_lone] = [seq.token_ids[0] if seq.token_ids else 0 for seq in decodes]
+    token_ids[num_lone:num_decodes] = [token for _, _, token in drafts]
+    feedback[:num_lone] = _feedback(decodes, last_samples)
     starts = positions[:num_decodes]
-    starts[:] = [seq.start for seq in decodes]
+    starts[:num_lone] = [seq.start for seq in decodes]
+    starts[num_lone:] = [seq.start + i for seq, i, _ in drafts]
+    decodes += [seq for seq, _, _ in drafts]
     blocks, offsets = np.divmod(starts, block_size)
     tables = _padded_tables(decodes, blocks + 1)
     slots[:num_decodes] = tables[np.arange(num_decodes), blocks] * block_size + offsets
     sample_rows = [row for row, seq in enumerate(decodes) if seq.samples]
     samples = [seq for seq in decodes if seq.samples]
+    draft_samples = range(len(samples) - len(drafts), len(samples))
     prefill = []
     row = num_decodes
     for seq in chunks:
@@ -116,11 +134,13 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         slot_mapping=slots,
         block_size=block_size,
         num_decode_rows=num_decodes,
+        num_verify_rows=len(drafted) + len(drafts),
         block_tables=tables,
         seq_lens=starts + 1,
         prefill_chunks=tuple(prefill),
         sample_rows=np.asarray(sample_rows, np.int32),
         samples=tuple(samples),
+        draft_samples=draft_samples,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -17,15 +17,37 @@ from mlx_engine.sampler import build_sampling_batch, sample
 from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
 
 
+def _output(step: int, request_ids: Sequence[str], draft_samples: range, tokens: Sequence[int]) -> ModelRunnerOutput:
+    """The samples by request; those of drafts apart."""
+    if not draft_samples:
+        return ModelRunnerOutput(step, dict(zip(request_ids, tokens, strict=True)))
+    sampled: dict[str, int] = {}
+    after_drafts: dict[str, list[int]] = {}
+    for i, (request_id, token) in enumerate(zip(request_ids, tokens, strict=True)):
+        if i in draft_samples:
+            after_drafts.setdefault(request_id, []).append(token)
+        else:
+            sampled[request_id] = token
+    return ModelRunnerOutput(step, sampled, after_drafts)
+
+
 class MLXStepHandle:
     """A step as a lazy MLX graph."""
 
-    __slots__ = ("_arrays", "_launched", "_request_ids", "_sampled", "_step")
+    __slots__ = ("_arrays", "_draft_samples", "_launched", "_request_ids", "_sampled", "_step")
 
-    def __init__(self, step: int, request_ids: list[str], sampled: mx.array | None, state: list[mx.array]) -> None:
+    def __init__(
+        self,
+        step: int,
+        request_ids: list[str],
+        sampled: mx.array | None,
+        state: list[mx.array],
+        draft_samples: range = range(0),
+    ) -> None:
         self._step = step
         self._launched = False
         self._request_ids = request_ids
+        self._draft_samples = draft_samples
         self._sampled = sampled
         self._arrays = state if sampled is None else [sampled, *state]
 
@@ -44,8 +66,7 @@ class MLXStepHandle:
         self._arrays = []
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()  # type: ignore[assignment]
         # A compiled step has samples of padding rows too, after the others.
-        tokens = tokens[: len(self._request_ids)]
-        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=True)))
+        return _output(self._step, self._request_ids, self._draft_samples, tokens[: len(self._request_ids)])
 
 
 class FetchedStepHandle:
@@ -115,6 +136,13 @@ class MLXModelRunner:
             sampled: mx.array | None = self._run_compiled(self._compiled, batch)
         else:
             sampled = self._run(batch)
+        if batch.draft_samples:
+            # Nothing is scheduled before its result is known, so no later step takes samples of it on the device.
+            self._last_sampled, self._last_request_ids = None, []
+            handle = MLXStepHandle(output.step, request_ids, sampled, self._backend.state(), batch.draft_samples)
+            if self._compiled is not None:
+                handle.launch()
+            return handle
         if recorded is not None and sampled is not None:
             self._last_sampled, self._last_request_ids = recorded.samples, request_ids
             return FetchedStepHandle(
