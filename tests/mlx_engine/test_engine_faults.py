@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from mlx_engine import scheduler
+from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import IntegrityError
 from mlx_engine.interfaces import KVCacheManager
@@ -98,13 +99,13 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets the salt": _salt_forgotten,
     "goes one token past the length": edited(
         Scheduler,
-        "_append",
+        "_end_reason",
         "len(state.token_ids) >= state.max_total_tokens",
         "len(state.token_ids) > state.max_total_tokens",
     ),
-    "gives the stop token out": edited(Scheduler, "_append", "() if stops else (token,)", "(token,)"),
+    "gives the stop token out": edited(Scheduler, "_append", " - (reason is FinishReason.STOP)", ""),
     "ignores ignore_eos": edited(
-        Scheduler, "_append", "(token in self._eos and not sampling.ignore_eos)", "token in self._eos"
+        Scheduler, "_end_reason", "(token in self._eos and not sampling.ignore_eos)", "token in self._eos"
     ),
     "applies results to finished requests": edited(Scheduler, "update_from_output", "if state.finished:", "if False:"),
     "never wakes a preempted request": edited(
@@ -118,6 +119,23 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "if after is not None and self._overlap: after.handle.launch()\n"
         "    result = before.handle.wait() if before is not None else None\n",
     ),
+    "keeps wrong drafts": edited(scheduler, "accepted", "if draft != tokens[-1]:", "if False:"),
+    "keeps what follows the first wrong draft": edited(scheduler, "accepted", "break", "continue"),
+    "goes on after the end within a run": edited(Scheduler, "_append", "        break\n", "        pass\n"),
+    "counts the last token of a run as computed": edited(
+        Scheduler, "_append", "state.num_computed_tokens += num_new - 1", "state.num_computed_tokens += len(tokens)"
+    ),
+    "caches the last token of a run": edited(Scheduler, "_append", "(slot, num_new - 1)", "(slot, num_new)"),
+    "runs drafts without blocks": edited(
+        Scheduler,
+        "_add_drafts",
+        "if not drafts or not self._kv.allocate_slots(request_id, slot.start + 1 + len(drafts)):",
+        "if not drafts:",
+    ),
+    "runs drafts for nothing": edited(Scheduler, "_add_drafts", "plan.budget -= len(drafts)", "pass"),
+    "runs any drafts": edited(DraftSource, "_makes_sense", "0 <= token < self._vocab_size", "True"),
+    "runs any number of drafts": edited(DraftSource, "_makes_sense", "and len(guess) <= max_tokens", ""),
+    "schedules before drafts are known": edited(Engine, "step", "before.step.has_drafts", "False"),
     "swaps blocks in a table": _table_not_copied,
     "reports an end twice": _outputs_twice,
 }
