@@ -139,8 +139,11 @@ class _EngineCollector(Collector):
             ("spec_decode_num_draft_tokens", "Tokens guessed by the drafter and run.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, right and kept.", stats.accepted_draft_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
-            ("rejected_proposals", "Proposals of scheduler policy or drafter that made no sense.",
-             stats.rejected_proposals),
+            (
+                "rejected_proposals",
+                "Proposals of scheduler policy or drafter that made no sense.",
+                stats.rejected_proposals,
+            ),
             ("stalled_steps", "Steps in which the scheduler policy had to be overruled.", stats.stalled_steps),
             ("requests_finished", "Sequences that the engine finished.", stats.num_finished),
             ("requests_aborted", "Sequences that the engine dropped because the client left.", stats.num_aborted),

@@ -39,4 +39,3 @@ class DraftSource:
             and len(guess) <= max_tokens
             and all(isinstance(token, int) and 0 <= token < self._vocab_size for token in guess)
         )
-

@@ -30,11 +30,15 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows whose block tables are of similar length, so that padding them costs little."""
+    """Decode rows whose block tables are of similar length, so that padding them costs little.
 
-    rows: IntArray  # [B] row numbers
+    Each of B tables is read by m rows: by 1, or by all rows of a sequence with drafts, in order. Where others have more
+    of them its last row stands there again.
+    """
+
+    rows: IntArray  # [B, m] row numbers
     block_tables: IntArray  # [B, max_blocks], padded with the scratch block
-    seq_lens: IntArray  # [B] tokens to attend to, the row's own included
+    seq_lens: IntArray  # [B, m] tokens to attend to, the row's own included
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class InputBatch:
     block_size: int  # tokens
     num_decode_rows: int  # B; rows 0 to B - 1
     num_verify_rows: int  # the last of these, of sequences with drafts: each sees K/V that others of them store
+    verify_rows: IntArray  # [n, m] the rows of each such sequence in order, its last one repeated
     block_tables: IntArray  # [B, P] of the decode rows, padded with the scratch block
     seq_lens: IntArray  # [B] tokens to attend to, the row's own included
     prefill_chunks: tuple[PrefillChunk, ...]
@@ -78,7 +83,12 @@ class InputBatch:
     @property
     def decode_groups(self) -> tuple[DecodeGroup, ...]:
         """The decode rows, split where padding to the longest would more than double the work. Made anew each time."""
-        return _group_decodes(self.block_tables, self.seq_lens, self.block_size)
+        lone = np.arange(self.num_decode_rows - self.num_verify_rows, dtype=np.int32)[:, None]
+        return tuple(
+            DecodeGroup(rows, self.block_tables[rows[:, -1], :width], self.seq_lens[rows])
+            for sequences in (lone, self.verify_rows)
+            for rows, width in _group_decodes(sequences, self.seq_lens, self.block_size)
+        )
 
 
 def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Sequence[str] = ()) -> InputBatch:
@@ -135,6 +145,7 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         block_size=block_size,
         num_decode_rows=num_decodes,
         num_verify_rows=len(drafted) + len(drafts),
+        verify_rows=_verify_rows([len(seq.draft_token_ids) for seq in drafted], num_lone),
         block_tables=tables,
         seq_lens=starts + 1,
         prefill_chunks=tuple(prefill),
@@ -167,8 +178,18 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
     return out
 
 
-def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tuple[DecodeGroup, ...]:
-    used = ((seq_lens + block_size - 1) // block_size).tolist()
+def _verify_rows(num_drafts: Sequence[int], first_draft: int) -> IntArray:
+    """The rows of sequences with so many drafts: the one before them, then theirs; see InputBatch."""
+    counts = np.asarray(num_drafts, np.int32).reshape(-1, 1)
+    first = first_draft + np.cumsum(counts, axis=0, dtype=np.int32) - counts
+    drafts = first + np.minimum(np.arange(counts.max(initial=0), dtype=np.int32), counts - 1)
+    lone = first_draft - len(counts) + np.arange(len(counts), dtype=np.int32)
+    return np.hstack([lone[:, None], drafts])
+
+
+def _group_decodes(sequences: IntArray, seq_lens: IntArray, block_size: int) -> list[tuple[IntArray, int]]:
+    """The rows of the sequences [n, m] in groups, and how many blocks the longest of each has."""
+    used = ((seq_lens[sequences[:, -1]] + block_size - 1) // block_size).tolist()
     order = sorted(range(len(used)), key=used.__getitem__)
     groups = []
     while order:
@@ -177,6 +198,6 @@ def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tup
         cut = next(i for i, row in enumerate(order) if 2 * used[row] >= longest)
         if sum(longest - used[row] for row in order[:cut]) <= longest:
             cut = 0
-        rows, order = np.asarray(sorted(order[cut:]), np.int32), order[:cut]
-        groups.append(DecodeGroup(rows=rows, block_tables=tables[rows, :longest], seq_lens=seq_lens[rows]))
-    return tuple(groups)
+        groups.append((sequences[sorted(order[cut:])], longest))
+        order = order[:cut]
+    return groups

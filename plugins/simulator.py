@@ -71,8 +71,8 @@ def build_simulated_engine(
 ) -> SimulatedEngine:
     """The engine of a config, its policies created by name, around a SimulatedRunner.
 
-    `policy` takes the place of the config's scheduler, `drafter` that of its drafter. Raises ConfigError unless the config has num_blocks, and
-    PluginError as `build_engine` does.
+    `policy` takes the place of the config's scheduler, `drafter` that of its drafter. Raises ConfigError unless the
+    config has num_blocks, and PluginError as `build_engine` does.
     """
     if config.num_blocks is None:
         raise ConfigError("a simulation has no memory to measure: set num_blocks")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mlx_engine.config import EngineConfig
-from mlx_engine.drafts import accepted
 from mlx_engine.engine import Engine
 from mlx_engine.interfaces import Drafter
 from mlx_engine.types import EngineStats, FinishReason, Request, SamplingParams
@@ -44,9 +43,9 @@ class Replay(Drafter):
 
 
 @pytest.fixture
-def with_drafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def with_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Drafter], None]:
     """A function that lets the next engine have this drafter."""
-    yield lambda drafter: monkeypatch.setattr(build, "create_drafter", lambda name, options: drafter)
+    return lambda drafter: monkeypatch.setattr(build, "create_drafter", lambda name, options: drafter)
 
 
 def tiny_engine(name: str = "llama_biases", **options: Any) -> Engine:
@@ -77,7 +76,9 @@ def answers(engine: Engine, max_tokens: int = 24, **sampling: Any) -> tuple[dict
 
 
 @OVERLAP
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 12, "max_model_len": 96}, {"prefix_cache": "none"}], ids=["", "tight", "uncached"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 12, "max_model_len": 96}, {"prefix_cache": "none"}], ids=["", "tight", "uncached"]
+)
 @pytest.mark.parametrize("wrong_every", [2, 10**9])
 @pytest.mark.parametrize("name", ["llama_biases", "gemma3", "gpt_oss"])
 def test_the_same_tokens_with_right_and_wrong_drafts_in_fewer_steps(
@@ -220,19 +221,3 @@ def test_a_request_that_ends_early_takes_its_drafts_along(steps: int) -> None:
         mine.abort("gone")
     mine.add("gone", [7, 8, 9], max_tokens=9, ignore_eos=True)
     mine.finish()
-
-
-@pytest.mark.parametrize(
-    ("sampled", "drafts", "after", "tokens"),
-    [
-        (5, (), (), [5]),
-        (5, (5,), (6,), [5, 6]),
-        (5, (4,), (6,), [5]),
-        (5, (5, 6, 8), (6, 7, 9), [5, 6, 7]),
-        (5, (4, 6), (6, 7), [5]),
-    ],
-)
-def test_tokens_are_kept_up_to_the_first_wrong_draft(
-    sampled: int, drafts: tuple[int, ...], after: tuple[int, ...], tokens: list[int]
-) -> None:
-    assert accepted(sampled, drafts, after) == tokens

@@ -103,7 +103,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "len(state.token_ids) >= state.max_total_tokens",
         "len(state.token_ids) > state.max_total_tokens",
     ),
-    "gives the stop token out": edited(Scheduler, "_append", " - (reason is FinishReason.STOP)", ""),
+    "gives the stop token out": edited(Scheduler, "_append", "new_token_ids[:-1]", "new_token_ids"),
     "ignores ignore_eos": edited(
         Scheduler, "_end_reason", "(token in self._eos and not sampling.ignore_eos)", "token in self._eos"
     ),
@@ -119,13 +119,12 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "if after is not None and self._overlap: after.handle.launch()\n"
         "    result = before.handle.wait() if before is not None else None\n",
     ),
-    "keeps wrong drafts": edited(scheduler, "accepted", "if draft != tokens[-1]:", "if False:"),
-    "keeps what follows the first wrong draft": edited(scheduler, "accepted", "break", "continue"),
-    "goes on after the end within a run": edited(Scheduler, "_append", "        break\n", "        pass\n"),
+    "keeps wrong drafts": edited(Scheduler, "_accept", "draft != state.token_ids[-1] or ", ""),
+    "goes on after the end within a run": edited(Scheduler, "_accept", " or reason is not None", ""),
     "counts the last token of a run as computed": edited(
-        Scheduler, "_append", "state.num_computed_tokens += num_new - 1", "state.num_computed_tokens += len(tokens)"
+        Scheduler, "_accept", "num_computed_tokens += len(tokens)", "num_computed_tokens += len(tokens) + 1"
     ),
-    "caches the last token of a run": edited(Scheduler, "_append", "(slot, num_new - 1)", "(slot, num_new)"),
+    "caches the last token of a run": edited(Scheduler, "_append", "len(new_token_ids) - 1", "len(new_token_ids)"),
     "runs drafts without blocks": edited(
         Scheduler,
         "_add_drafts",

@@ -80,10 +80,10 @@ def test_every_decode_row_is_in_one_group_with_its_own_table(lengths: list[int],
         1, tuple(part(str(i), n, [0], table) for i, (n, table) in enumerate(zip(lengths, tables, strict=True)))
     )
     groups = build_input_batch(step, block_size).decode_groups
-    assert sorted(np.concatenate([group.rows for group in groups]).tolist()) == list(range(len(lengths)))
+    assert sorted(np.concatenate([group.rows[:, 0] for group in groups]).tolist()) == list(range(len(lengths)))
     padded = 0
     for group in groups:
-        for row, table, length in zip(group.rows, group.block_tables.tolist(), group.seq_lens, strict=True):
+        for row, table, length in zip(group.rows[:, 0], group.block_tables.tolist(), group.seq_lens[:, 0], strict=True):
             assert length == lengths[row] + 1
             assert table[: len(tables[row])] == tables[row]
             assert set(table[len(tables[row]) :]) <= {SCRATCH_BLOCK}

@@ -18,6 +18,7 @@ from mlx_engine.errors import ConfigError
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
 from tests.mlx_engine.kernels.executors import HostKernel
+from tests.mlx_engine.test_drafts import Replay, answers
 from tests.parity.tiny_models import TINY
 from tests.parity.tiny_models import build as build_model
 
@@ -75,6 +76,23 @@ def test_the_same_tokens_as_by_gathering(kernels_on_host: None, name: str, compi
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
     assert (counts.get("compiled", 0) > 0) is compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "wrong_every"), [("llama_biases", True, 3), ("gpt_oss", False, 3), ("gpt_oss", True, 10**9)]
+)
+def test_drafts_are_checked_by_the_decode_kernel(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, name: str, wrong_every: int, compiled: bool
+) -> None:
+    """Beside prefill chunks, whose tokens the same kernel stores."""
+    expected, plain = answers(_engine(name, attention_backend="gather"))
+    monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, wrong_every))
+    got, stats = answers(_engine(name, attention_backend="fused", compile_decode=compiled))
+    assert got == expected
+    assert stats.steps < 0.75 * plain.steps
+    assert stats.draft_tokens >= stats.accepted_draft_tokens > 0
+    assert (stats.accepted_draft_tokens == stats.draft_tokens) == (wrong_every > 3)
+    assert stats.dispatch["fused"] > 0
 
 
 def test_auto_is_fused_where_its_kernels_run(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
