@@ -21,7 +21,7 @@ class Pages:
     _biases: dict[int, mx.array] = field(default_factory=dict)
 
     def head_bias(self, group: int) -> mx.array:
-        """The bias where a matrix has `group` heads of each row: [B, P, 1, m * group, block_size], or broadcast to it."""
+        """The bias where a matrix has `group` heads a row: [B, P, 1, m * group, block_size], or what broadcasts so."""
         if self.bias.shape[3] == 1:
             return self.bias
         if group not in self._biases:
