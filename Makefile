@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode experiment compare docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode bench-drafts experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -42,6 +42,9 @@ bench-kernels bench-metal:  ## on a GPU: the paged-attention kernels, right and 
 
 bench-decode:  ## on a GPU: decode steps of the whole engine on random weights, into bench-results/decode.json
 	$(UV_RUN) python -m loadtest.bench_decode $(ARGS)
+
+bench-drafts:  ## answers that repeat their prompt and free ones, with a drafter and without, into bench-results/drafts.json
+	$(UV_RUN) python -m loadtest.bench_drafts $(ARGS)
 
 # NAME is not taken from the environment: some systems set it to the machine's name.
 NAME = all
