@@ -24,8 +24,13 @@ class CompilableBackend(Protocol):
 
     compiles: bool
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> Sequence[LayerKVView]:
-        """The caches of a step of decode rows: block tables [B, P], lengths [B] with the new token, 0 for padding."""
+    def decode_views(
+        self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False
+    ) -> Sequence[LayerKVView]:
+        """The caches of a step of decode rows: block tables [B, P], lengths [B] with the new token, 0 for padding.
+
+        With drafts a row may see what other rows store.
+        """
 
     def follow(self, indices: mx.array) -> mx.array:
         """The same indices, computed after all that the step before did to the pools."""
@@ -49,11 +54,18 @@ def width_bucket(num_pages: int) -> int:
 
 
 class CompiledDecode:
-    """Runs decode steps through compiled functions."""
+    """Runs decode steps through compiled functions; with `has_drafter` also those that have drafts."""
 
     NUM_COLUMNS = 3  # of `indices`, before the block table
 
-    def __init__(self, model: PagedModel, backend: CompilableBackend, max_num_seqs: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: CompilableBackend,
+        max_num_seqs: int,
+        max_pages: int,
+        has_drafter: bool = False,
+    ) -> None:
         self._backend = backend
         self._model = model
         self.max_rows = max(row_bucket(max_num_seqs), 8)
@@ -63,11 +75,15 @@ class CompiledDecode:
         self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
         self._greedy = mx.compile(self._sample_best)
         self._logits = mx.compile(self._forward)
+        self._checked = mx.compile(self._check_drafts) if has_drafter else None
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether this is a step of decode rows only, each of which gives a sample, and none of which is a draft."""
-        plain = not batch.prefill_chunks and not batch.num_verify_rows
-        return plain and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
+        """Whether this is a step of decode rows only, each of which gives a sample; with drafts, a greedy one."""
+        if batch.prefill_chunks or not 0 < batch.num_rows == len(batch.samples) <= self.max_rows:
+            return False
+        if not batch.num_verify_rows:
+            return True
+        return self._checked is not None and all(seq.sampling.is_greedy for seq in batch.samples)
 
     def padded(self, sampled: mx.array) -> mx.array:
         """The samples with padding after them, as the next step takes them."""
@@ -86,7 +102,10 @@ class CompiledDecode:
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
-        self._last_out = (self._greedy if greedy else self._logits)(meta, last_sampled)
+        run = self._greedy if greedy else self._logits
+        if batch.num_verify_rows and self._checked is not None:
+            run = self._checked
+        self._last_out = run(meta, last_sampled)
         self._backend.lead(self._last_out)
         return self._last_out
 
@@ -118,16 +137,22 @@ class CompiledDecode:
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
         shapes = [(n, width) for n in self.row_buckets for width in widths]
         for done, (num_rows, width) in enumerate(shapes, 1):
-            mx.eval(self._greedy(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
-            self.forget()
+            for run in (self._greedy, self._checked):
+                if run is not None:
+                    mx.eval(run(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
+                    self.forget()
             yield done / len(shapes)
 
-    def _forward(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+    def _forward(self, meta: mx.array, last_sampled: mx.array, has_drafts: bool = False) -> mx.array:
         host, feedback, lens = (meta[:, i] for i in range(3))
         fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
         tokens = mx.where(feedback >= 0, fed_back, host)
-        views = self._backend.decode_views(mx.contiguous(meta[:, self.NUM_COLUMNS :]), mx.contiguous(lens))
+        tables = mx.contiguous(meta[:, self.NUM_COLUMNS :])
+        views = self._backend.decode_views(tables, mx.contiguous(lens), has_drafts)
         return self._model(tokens, views, None)
 
     def _sample_best(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
         return mx.argmax(self._forward(meta, last_sampled), axis=-1)
+
+    def _check_drafts(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+        return mx.argmax(self._forward(meta, last_sampled, has_drafts=True), axis=-1)

@@ -46,8 +46,12 @@ class RecordedDecode:
             yield done / len(shapes)
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether a recording can run this batch, all of whose rows are greedy."""
-        return self._compiled.takes(batch) and all(seq.sampling.is_greedy for seq in batch.samples)
+        """Whether a recording can run this batch, all of whose rows are greedy and none of which is a draft."""
+        return (
+            not batch.num_verify_rows
+            and self._compiled.takes(batch)
+            and all(seq.sampling.is_greedy for seq in batch.samples)
+        )
 
     def launch(self, batch: InputBatch) -> Fetch:
         """Hands the step to the GPU; the samples of the batch's rows, once they are there."""

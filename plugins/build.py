@@ -144,7 +144,8 @@ def _assemble(
     compiled = None
     if config.compile_decode and getattr(backend, "compiles", False):
         max_tokens = min(scheduler.max_total_tokens, max_model_len)
-        compiled = CompiledDecode(model, backend, config.max_num_seqs, cdiv(max_tokens, config.block_size))
+        pages = cdiv(max_tokens, config.block_size)
+        compiled = CompiledDecode(model, backend, config.max_num_seqs, pages, has_drafter=drafter is not None)
     runner = MLXModelRunner(
         model,
         backend,

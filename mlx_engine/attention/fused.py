@@ -76,10 +76,18 @@ class FusedBackend(GatherBackend):
         """Whether decode steps may be compiled: no layer gathers, whose shapes differ in each step."""
         return all(self._supported)
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> list[PagedView]:
-        """The caches of a step of decode rows only, for a function that is compiled over these arrays."""
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False) -> list[PagedView]:
+        """The caches of a step of decode rows only, for a function that is compiled over these arrays.
+
+        With drafts all rows are stored before any attends: which of them have some is not known.
+        """
         num_rows, width = block_tables.shape
         step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens, num_rows, seq_lens[:0])
+        if has_drafts:
+            # Padding has length 0 and a table of the scratch block only, which takes whatever it is given.
+            last = mx.maximum(seq_lens - 1, 0)
+            blocks = mx.take_along_axis(block_tables, (last // self._block_size)[:, None], axis=1)[:, 0]
+            step.first_stored, step.stored_slots = 0, blocks * self._block_size + last % self._block_size
         offset = seq_lens - 1
         return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mlx_engine.config import EngineConfig
 from mlx_engine.interfaces import Drafter
@@ -57,16 +58,16 @@ def check_drafter(factory: Callable[[], Drafter], *, seeds: Iterable[int] = rang
 def _run(drafter: Drafter, seed: int) -> list[object]:
     rng = random.Random(seed)
     watched = _Watched(drafter)
-    max_num_seqs = rng.choice([1, 3, 8])
-    config = EngineConfig(
-        num_blocks=rng.choice([16, 40]),
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice([1, 8, 64]),
-        overlap=rng.random() < 0.5,
-    )
-    engine = build_simulated_engine(config, vocab_size=_VOCAB_SIZE, drafter=watched).engine
-    todo = _requests(rng, config.num_blocks or 0)
+    num_blocks, max_num_seqs = rng.choice([16, 40]), rng.choice([1, 3, 8])
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": _BLOCK_SIZE,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + rng.choice([1, 8, 64]),
+        "overlap": rng.random() < 0.5,
+    }
+    engine = build_simulated_engine(EngineConfig(**options), vocab_size=_VOCAB_SIZE, drafter=watched).engine
+    todo = _requests(rng, num_blocks)
     num_requests = len(todo)
     answers: dict[str, list[int]] = {}
     expected: dict[str, list[int]] = {}
