@@ -91,10 +91,10 @@ def test_every_kind_is_on_one_page_and_every_figure_is_plotlys(tmp_path: Path) -
     parsed = rendered(write(tmp_path, documents.every_kind()))
     text = " ".join(parsed.text)
     for heading in ("Load over HTTP", "Engine against mlx-lm", "The server against its own engine", "Memory",
-                    "Decode steps on a GPU", "Attention kernels",
+                    "Decode steps on a GPU", "Attention kernels", "Drafts",
                     "Experiment: Which policy?"):  # fmt: skip
         assert heading in text
-    assert len(parsed.plots) == 23
+    assert len(parsed.plots) == 24
     for name, figure in parsed.plots.items():
         go.Figure({"data": figure["traces"], "layout": figure["layout"]})  # raises for what plotly doesn't know
         assert all(len(choice) == len(figure["traces"]) for choice in figure["choices"]), name
@@ -173,6 +173,14 @@ def test_decode_steps_and_kernels_are_the_files_numbers(tmp_path: Path) -> None:
     text = " ".join(parsed.text)
     assert "wrong result: a case" in text
     assert "another" not in text
+
+
+def test_drafts_are_the_files_numbers(tmp_path: Path) -> None:
+    parsed = rendered(write(tmp_path, {"d.json": documents.drafts()}))
+    rates = traces(parsed, "Drafts")
+    assert (rates["plain"]["x"], rates["plain"]["y"]) == (["repeats x 2", "free x 2"], [11.0, 11.0])
+    assert rates["drafts"]["y"] == [40.0, 11.0]
+    assert "0.750" in parsed.text
 
 
 def test_experiments_show_their_samples_and_series(tmp_path: Path) -> None:
@@ -329,7 +337,7 @@ def test_a_browser_draws_every_plot_without_a_network(tmp_path: Path, width: int
             tab.wait_for_selector("html[data-drawn]", timeout=120_000)
             plots = tab.locator(".plot")
             drawn = tab.locator(".plot.js-plotly-plot:has(.main-svg):has(.xy)")
-            assert drawn.count() == plots.count() == 23
+            assert drawn.count() == plots.count() == 24
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, (
                 "the page itself never scrolls sideways"
             )
