@@ -132,16 +132,15 @@ class CompiledDecode:
         """Lets go of what tracing left behind: arrays of the trace, which no step must follow."""
         self._backend.lead(None)
 
-    def warm_up(self) -> Iterator[float]:
+    def warm_up(self, only_drafts: bool = False) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
+        functions = [self._checked] if only_drafts else [self._greedy, self._checked]
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
-        shapes = [(n, width) for n in self.row_buckets for width in widths]
-        for done, (num_rows, width) in enumerate(shapes, 1):
-            for run in (self._greedy, self._checked):
-                if run is not None:
-                    mx.eval(run(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
-                    self.forget()
-            yield done / len(shapes)
+        runs = [(run, n, width) for run in functions if run is not None for n in self.row_buckets for width in widths]
+        for done, (run, num_rows, width) in enumerate(runs, 1):
+            mx.eval(run(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
+            self.forget()
+            yield done / len(runs)
 
     def _forward(self, meta: mx.array, last_sampled: mx.array, has_drafts: bool = False) -> mx.array:
         host, feedback, lens = (meta[:, i] for i in range(3))

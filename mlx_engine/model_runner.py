@@ -120,6 +120,8 @@ class MLXModelRunner:
         """Compiles what can be compiled; yields the share that is done."""
         if self._recorded is not None:
             yield from self._recorded.warm_up()
+            if self._compiled is not None:
+                yield from self._compiled.warm_up(only_drafts=True)
         elif self._compiled is not None:
             yield from self._compiled.warm_up()
 

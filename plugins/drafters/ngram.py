@@ -15,7 +15,7 @@ from mlx_engine.interfaces import Drafter
 
 @dataclass(slots=True)
 class _History:
-    """What is kept of one request: some 600 bytes for each of its tokens, a hundredth of their K/V."""
+    """What is kept of one request: some 450 bytes for each of its tokens, a hundredth of their K/V."""
 
     limit: int  # tokens to guess
     # The place after each n-gram's last occurrence, of those that something follows: lengths share the dictionary.
@@ -72,11 +72,10 @@ class NgramDrafter(Drafter):
     def _index(self, history: _History, token_ids: Sequence[int]) -> None:
         """Adds the n-grams that came to have a token after them."""
         num_tokens = len(token_ids)
-        for n in range(self._min_ngram, min(self._max_ngram, num_tokens) + 1):
-            first = max(history.num_indexed - n, 0)
-            columns = (token_ids[first + i : num_tokens - n + i] for i in range(n))
+        for n in range(self._min_ngram, self._max_ngram + 1):
             # The last n-gram of all is left out: nothing follows it.
-            history.ends.update(zip(zip(*columns, strict=True), range(first + n, num_tokens), strict=True))
+            for end in range(max(history.num_indexed, n), num_tokens):
+                history.ends[tuple(token_ids[end - n : end])] = end
         history.num_indexed = num_tokens
 
     def _look_up(self, history: _History, token_ids: Sequence[int], count: int) -> list[int]:

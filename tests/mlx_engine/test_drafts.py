@@ -48,6 +48,9 @@ def with_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Drafter], None]:
     return lambda drafter: monkeypatch.setattr(build, "create_drafter", lambda name, options: drafter)
 
 
+GATHERED = {"attention_backend_options": {"decode": "gather_sdpa"}}
+
+
 def tiny_engine(name: str = "llama_biases", **options: Any) -> Engine:
     sizes = {"num_blocks": 60, "block_size": 8, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40}
     return build.build_engine_for(
@@ -77,14 +80,16 @@ def answers(engine: Engine, max_tokens: int = 24, **sampling: Any) -> tuple[dict
 
 @OVERLAP
 @pytest.mark.parametrize(
-    "options", [{}, {"num_blocks": 12, "max_model_len": 96}, {"prefix_cache": "none"}], ids=["", "tight", "uncached"]
+    "options",
+    [{}, {"num_blocks": 12, "max_model_len": 96}, {"prefix_cache": "none", **GATHERED}],
+    ids=["", "tight", "gathered"],
 )
 @pytest.mark.parametrize("wrong_every", [2, 10**9])
 @pytest.mark.parametrize("name", ["llama_biases", "gemma3", "gpt_oss"])
 def test_the_same_tokens_with_right_and_wrong_drafts_in_fewer_steps(
     name: str, wrong_every: int, options: dict[str, Any], overlap: bool, with_drafter: Any
 ) -> None:
-    """Windows and sinks too; staggered, in chunks, and with a pool too small for all."""
+    """Windows and sinks too; staggered, in chunks, with a pool too small for all, on both decode paths."""
     expected, plain = answers(tiny_engine(name, overlap=overlap, **options))
     drafter = Replay(expected, wrong_every)
     with_drafter(drafter)

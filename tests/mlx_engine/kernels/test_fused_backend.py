@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_engine.attention import fused
-from mlx_engine.attention.kernels import paged
+from mlx_engine.attention.fused import FusedBackend, FusedStep
+from mlx_engine.attention.kernels import PagedKernels, paged
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
@@ -88,6 +90,33 @@ def test_drafts_are_checked_by_the_decode_kernel(
     assert stats.dispatch["fused"] > 0
     # All steps but those with chunks, of which there is one for each of six prompts and one more for each long one.
     assert stats.dispatch.get("compiled", 0) >= (stats.steps - 9 if compiled else 0)
+
+
+def test_rows_with_drafts_are_stored_first_and_the_decode_kernel_takes_what_says_so(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels here run one after the other in any case; on a GPU only an argument keeps them in order."""
+    calls: list[object] = []
+    append, decode = FusedBackend.append, PagedKernels.decode
+
+    def watched_append(self: FusedBackend, layer: int, step: FusedStep, *new: mx.array) -> mx.array:
+        if step.first_stored < step.num_decodes:
+            calls.append(step.seq_lens)
+        return append(self, layer, step, *new)
+
+    def watched_decode(self: PagedKernels, *args: mx.array, **options: Any) -> mx.array:
+        if calls and isinstance(calls[-1], mx.array):
+            # Its own lengths, made anew after the kernel that stored.
+            calls.append((args[6] is not calls[-1], mx.array_equal(args[6], calls[-1]).item()))
+        return decode(self, *args, **options)
+
+    expected, _ = answers(_engine("llama_biases", attention_backend="gather"))
+    monkeypatch.setattr(FusedBackend, "append", watched_append)
+    monkeypatch.setattr(PagedKernels, "decode", watched_decode)
+    monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, 10**9))
+    answers(_engine("llama_biases", attention_backend="fused", compile_decode=False))
+    assert len(calls) > 10
+    assert set(calls[1::2]) == {(True, True)}
 
 
 def test_auto_is_fused_where_its_kernels_run(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
