@@ -43,7 +43,7 @@ class Client:
             config,
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
-            step_time=self._within_budget,
+            step_time=self._within_limits,
             domain=lambda request_id: self.domains[request_id],
             policy=policy,
             drafter=make_drafter(drafter, VOCAB, lambda request_id: self.domains[request_id], seed),
@@ -101,8 +101,15 @@ class Client:
             steps -= 1
         assert not self.open, f"never finished: {sorted(self.open)}"
 
-    def _within_budget(self, output: SchedulerOutput) -> float:
+    def _within_limits(self, output: SchedulerOutput) -> float:
+        """A step takes no time, and holds no more tokens than it may; nothing runs what no answer can reach."""
         assert output.num_tokens <= self.config.max_num_batched_tokens, f"{output.num_tokens} tokens in a step"
+        for seq in output.sequences:
+            request = self.open[seq.request_id].request
+            longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.limit)
+            end = seq.start + seq.num_tokens + len(seq.draft_token_ids)
+            # The last token of an answer is never run.
+            assert end < longest, f"{seq.request_id} runs {end} tokens of {longest}"
         return 0.0
 
     def _expect(self, request: Request) -> Expected:
