@@ -81,7 +81,7 @@ class CompiledDecode:
         """Whether this is a step of decode rows only, each of which gives a sample; with drafts, a greedy one."""
         if batch.prefill_chunks or not 0 < batch.num_rows == len(batch.samples) <= self.max_rows:
             return False
-        if not batch.num_verify_rows:
+        if not batch.num_drafts:
             return True
         return self._checked is not None and all(seq.sampling.is_greedy for seq in batch.samples)
 
@@ -103,7 +103,7 @@ class CompiledDecode:
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
         run = self._greedy if greedy else self._logits
-        if batch.num_verify_rows and self._checked is not None:
+        if batch.num_drafts and self._checked is not None:
             run = self._checked
         self._last_out = run(meta, last_sampled)
         self._backend.lead(self._last_out)

@@ -66,14 +66,12 @@ class InputBatch:
     slot_mapping: IntArray  # [T] block id * block_size + offset: where the row's K/V goes
     block_size: int  # tokens
     num_decode_rows: int  # B; rows 0 to B - 1
-    num_verify_rows: int  # the last of these, of sequences with drafts: each sees K/V that others of them store
-    verify_rows: IntArray  # [n, m] the rows of each such sequence in order, its last one repeated
+    num_drafts: tuple[int, ...]  # of each sequence that has some
     block_tables: IntArray  # [B, P] of the decode rows, padded with the scratch block
     seq_lens: IntArray  # [B] tokens to attend to, the row's own included
     prefill_chunks: tuple[PrefillChunk, ...]
     sample_rows: IntArray  # [S], ascending
     samples: tuple[ScheduledSequence, ...]  # [S], the sequences of sample_rows
-    draft_samples: range  # the samples that are of drafts
 
     @property
     def num_rows(self) -> int:
@@ -81,12 +79,32 @@ class InputBatch:
         return len(self.token_ids)
 
     @property
+    def num_verify_rows(self) -> int:
+        """The last of the decode rows, of sequences with drafts: each sees K/V that others of them store."""
+        return len(self.num_drafts) + sum(self.num_drafts)
+
+    @property
+    def verify_rows(self) -> IntArray:
+        """[n, m] the rows of each sequence with drafts in order, its last one repeated. Made anew each time."""
+        counts = np.asarray(self.num_drafts, np.int32).reshape(-1, 1)
+        lone = self.num_decode_rows - self.num_verify_rows + np.arange(len(counts), dtype=np.int32)
+        first = self.num_decode_rows - counts.sum() + np.cumsum(counts, axis=0, dtype=np.int32) - counts
+        drafts = first + np.minimum(np.arange(counts.max(initial=0), dtype=np.int32), counts - 1)
+        return np.hstack([lone[:, None], drafts]).astype(np.int32)
+
+    @property
+    def draft_samples(self) -> range:
+        """Which of the samples are of drafts."""
+        end = int(np.searchsorted(self.sample_rows, self.num_decode_rows))
+        return range(end - sum(self.num_drafts), end)
+
+    @property
     def decode_groups(self) -> tuple[DecodeGroup, ...]:
         """The decode rows, split where padding to the longest would more than double the work. Made anew each time."""
         lone = np.arange(self.num_decode_rows - self.num_verify_rows, dtype=np.int32)[:, None]
         return tuple(
             DecodeGroup(rows, self.block_tables[rows[:, -1], :width], self.seq_lens[rows])
-            for sequences in (lone, self.verify_rows)
+            for sequences in ((lone, self.verify_rows) if self.num_drafts else (lone,))
             for rows, width in _group_decodes(sequences, self.seq_lens, self.block_size)
         )
 
@@ -122,7 +140,6 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     slots[:num_decodes] = tables[np.arange(num_decodes), blocks] * block_size + offsets
     sample_rows = [row for row, seq in enumerate(decodes) if seq.samples]
     samples = [seq for seq in decodes if seq.samples]
-    draft_samples = range(len(samples) - len(drafts), len(samples))
     prefill = []
     row = num_decodes
     for seq in chunks:
@@ -144,14 +161,12 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         slot_mapping=slots,
         block_size=block_size,
         num_decode_rows=num_decodes,
-        num_verify_rows=len(drafted) + len(drafts),
-        verify_rows=_verify_rows([len(seq.draft_token_ids) for seq in drafted], num_lone),
+        num_drafts=tuple([len(seq.draft_token_ids) for seq in drafted]),
         block_tables=tables,
         seq_lens=starts + 1,
         prefill_chunks=tuple(prefill),
         sample_rows=np.asarray(sample_rows, np.int32),
         samples=tuple(samples),
-        draft_samples=draft_samples,
     )
 
 
@@ -176,15 +191,6 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
     ]
     out[np.arange(width) < used[:, None]] = np.frombuffer(b"".join(flat), np.int32)
     return out
-
-
-def _verify_rows(num_drafts: Sequence[int], first_draft: int) -> IntArray:
-    """The rows of sequences with so many drafts: the one before them, then theirs; see InputBatch."""
-    counts = np.asarray(num_drafts, np.int32).reshape(-1, 1)
-    first = first_draft + np.cumsum(counts, axis=0, dtype=np.int32) - counts
-    drafts = first + np.minimum(np.arange(counts.max(initial=0), dtype=np.int32), counts - 1)
-    lone = first_draft - len(counts) + np.arange(len(counts), dtype=np.int32)
-    return np.hstack([lone[:, None], drafts])
 
 
 def _group_decodes(sequences: IntArray, seq_lens: IntArray, block_size: int) -> list[tuple[IntArray, int]]:

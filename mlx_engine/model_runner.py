@@ -138,7 +138,7 @@ class MLXModelRunner:
             sampled: mx.array | None = self._run_compiled(self._compiled, batch)
         else:
             sampled = self._run(batch)
-        if batch.draft_samples:
+        if batch.num_drafts:
             # Nothing is scheduled before its result is known, so no later step takes samples of it on the device.
             self._last_sampled, self._last_request_ids = None, []
             handle = MLXStepHandle(output.step, request_ids, sampled, self._backend.state(), batch.draft_samples)

@@ -48,7 +48,7 @@ class RecordedDecode:
     def takes(self, batch: InputBatch) -> bool:
         """Whether a recording can run this batch, all of whose rows are greedy and none of which is a draft."""
         return (
-            not batch.num_verify_rows
+            not batch.num_drafts
             and self._compiled.takes(batch)
             and all(seq.sampling.is_greedy for seq in batch.samples)
         )
