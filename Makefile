@@ -2,13 +2,13 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode bench-drafts experiment compare docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode bench-kv-quality bench-drafts experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install:  ## the environment: .venv with everything, development tools included
 	uv sync
@@ -42,6 +42,9 @@ bench-kernels bench-metal:  ## on a GPU: the paged-attention kernels, right and 
 
 bench-decode:  ## on a GPU: decode steps of the whole engine on random weights, into bench-results/decode.json
 	$(UV_RUN) python -m loadtest.bench_decode $(ARGS)
+
+bench-kv-quality:  ## perplexity and greedy outputs with K/V in 8 bits, into bench-results/kv-quality.json
+	$(UV_RUN) python -m loadtest.bench_kv_quality $(ARGS)
 
 bench-drafts:  ## answers that repeat their prompt and free ones, with a drafter and without, into bench-results/drafts.json
 	$(UV_RUN) python -m loadtest.bench_drafts $(ARGS)

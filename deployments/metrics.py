@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from deployments.engine_api import EngineHealth, HealthStatus
-from mlx_engine.types import EngineStats
+from mlx_engine.types import EngineInfo, EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _PREFIX = "quire:"
@@ -65,9 +65,12 @@ class Metrics:
         """Counts an HTTP answer."""
         self._http.labels(path, str(status)).inc()
 
-    def render(self, stats: EngineStats | None, health: EngineHealth) -> bytes:
-        """The page. `stats` None leaves out the engine's figures: better no value than an old one."""
-        self._engine.update(stats, health)
+    def render(self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo | None) -> bytes:
+        """The page. `stats` None leaves out the engine's figures: better no value than an old one.
+
+        `info` is None as long as it isn't known.
+        """
+        self._engine.update(stats, health, info)
         return generate_latest(self._registry)
 
 
@@ -106,15 +109,19 @@ class _EngineCollector(Collector):
         self._model_name = model_name
         self._stats: EngineStats | None = None
         self._health = EngineHealth(HealthStatus.LOADING)
+        self._info: EngineInfo | None = None
 
-    def update(self, stats: EngineStats | None, health: EngineHealth) -> None:
+    def update(self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo | None) -> None:
         self._stats = stats
         self._health = health
+        self._info = info
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("engine_up", "1 when the engine serves.", float(self._health.status is HealthStatus.OK))
         yield self._counter("engine_restarts", "Times that the engine died and was started again.",
                             self._health.num_restarts)  # fmt: skip
+        if self._info is not None:
+            yield self._cache_config(self._info)
         stats = self._stats
         if stats is None:
             return
@@ -154,6 +161,18 @@ class _EngineCollector(Collector):
         for path, count in sorted(stats.dispatch.items()):
             dispatch.add_metric((self._model_name, path), count)
         yield dispatch
+
+    def _cache_config(self, info: EngineInfo) -> GaugeMetricFamily:
+        found = {
+            "model_name": self._model_name,
+            "cache_dtype": info.kv_dtype,
+            "block_size": str(info.block_size),
+            "num_blocks": str(info.num_blocks),
+        }
+        family = GaugeMetricFamily(_PREFIX + "cache_config_info", "1; its labels say how K/V is kept.",
+                                   labels=tuple(found))  # fmt: skip
+        family.add_metric(tuple(found.values()), 1)
+        return family
 
     def _by_state(self) -> GaugeMetricFamily:
         assert self._stats is not None

@@ -90,7 +90,10 @@ def _add_operator_routes(app: FastAPI, service: OpenAIService) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = service.metrics.render(await service.engine.stats(), service.engine.health())
+        model = service.engine.model
+        page = service.metrics.render(
+            await service.engine.stats(), service.engine.health(), None if model is None else model.info
+        )
         return Response(page, media_type=CONTENT_TYPE)
 
     @app.get("/version")

@@ -74,7 +74,7 @@ class OpenAIServer:
         _announce(
             f"Quire is ready after {time.monotonic() - self._started:.1f} s: http://{host}:{self._port}/v1 serves "
             f"{', '.join(self._settings.served_ids)} ({info.device} {info.dtype}, "
-            f"context {info.max_tokens_per_request}, {info.num_blocks} KV blocks of "
+            f"context {info.max_tokens_per_request}, {info.num_blocks} {info.kv_dtype} KV blocks of "
             f"{info.block_size} tokens, {scheduler} scheduler)"
         )
 

@@ -25,6 +25,8 @@ from loadtest.options import positive_int
 from loadtest.tables import markdown_table, number
 from mlx_engine.attention.kernels import PagedKernels, reference
 from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
+from mlx_engine.attention.pool import LayerPool, row_bytes
+from mlx_engine.types import LayerKVSpec
 
 _COPY_BYTES = 1 << 30
 _CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
@@ -40,12 +42,18 @@ class Shape:
     num_kv_heads: int = 8
     head_dim: int = 64
     block_size: int = 16
+    quantized: bool = False  # 8-bit integers in the pool, not bfloat16
     target: float | None = None  # share of the copy's bandwidth
 
     @property
     def num_bytes(self) -> int:
-        """That must be read at the least, in 16-bit numbers."""
-        return self.num_rows * self.seq_len * self.num_kv_heads * self.head_dim * 2 * 2
+        """That must be read at the least."""
+        return self.num_rows * self.seq_len * self.num_kv_heads * 2 * row_bytes(self.head_dim, self.stored)
+
+    @property
+    def stored(self) -> mx.Dtype:
+        """The type of the pool's numbers."""
+        return mx.int8 if self.quantized else mx.bfloat16
 
 
 SHAPES = (
@@ -59,6 +67,10 @@ SHAPES = (
     Shape(32, 16384),
     Shape(128, 4096, head_dim=128),
     Shape(1, 32768, head_dim=128),
+    Shape(128, 4096, quantized=True),
+    Shape(1, 32768, quantized=True),
+    Shape(32, 512, quantized=True),
+    Shape(128, 4096, head_dim=128, quantized=True),
 )
 
 
@@ -114,13 +126,16 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     pages = -(-shape.seq_len // shape.block_size)
     num_blocks = shape.num_rows * pages + 1
     blocks = rng.permutation(num_blocks - 1).reshape(shape.num_rows, pages) + 1
-    pool_shape = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    key_pool, value_pool = (mx.random.normal(pool_shape).astype(mx.bfloat16) for _ in range(2))
+    spec = LayerKVSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    pool = LayerPool.zeros(spec, num_blocks, shape.block_size, mx.bfloat16, shape.stored)
+    numbers = mx.random.normal((num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim))
+    rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
+    pool.write(rows, numbers, numbers)
     queries = mx.random.normal((shape.num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
     new = mx.random.normal((shape.num_rows, shape.num_kv_heads, shape.head_dim)).astype(mx.bfloat16)
     tables = mx.array(blocks.astype(np.int32))
     lens = mx.full((shape.num_rows,), shape.seq_len, mx.int32)
-    mx.eval(key_pool, value_pool, queries, new, tables, lens)
+    mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales, queries, new, tables, lens)
     kernels = PagedKernels(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.block_size, mx.bfloat16
     )
@@ -129,9 +144,7 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     @mx.compile
     def chain(out: mx.array) -> mx.array:
         for _ in range(_CHAIN):
-            out = kernels.decode(
-                out, new, new, key_pool, value_pool, tables, lens, scale=shape.head_dim**-0.5, splits=splits
-            )
+            out = kernels.decode(out, new, new, pool, tables, lens, scale=shape.head_dim**-0.5, splits=splits)
         return out
 
     return statistics.median(seconds(lambda: chain(queries), rounds)) / _CHAIN
@@ -139,7 +152,8 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
 
 def chosen_splits(shape: Shape) -> int:
     """As the fused backend chooses them."""
-    parts = shape.num_heads // heads_per_group(shape.num_heads // shape.num_kv_heads)
+    group = shape.num_heads // shape.num_kv_heads
+    parts = shape.num_heads // heads_per_group(group, quantized=shape.quantized)
     return num_splits(shape.num_rows, parts, shape.seq_len)
 
 
@@ -165,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timings.append({**asdict(shape), "splits": splits, "chosen": splits == chosen, "s": taken, "share": share})
             rows.append(
                 [
-                    f"{shape.num_rows} x {shape.seq_len:,}, head {shape.head_dim}",
+                    f"{shape.num_rows} x {shape.seq_len:,}, head {shape.head_dim}{', int8' * shape.quantized}",
                     f"{splits}{' *' if splits == chosen else ''}",
                     number(taken * 1e6),
                     number(shape.num_bytes / taken / 1e9, 0),

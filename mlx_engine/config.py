@@ -20,7 +20,12 @@ class EngineConfig(BaseModel):
         description="'embedded' (SmolLM2-135M-Instruct), a folder, a .gguf file or a Hugging Face id",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="type of weights and K/V; auto is float32 on CPU, the model's own on a GPU"
+        "auto", description="type of weights, of K/V too by default; auto is float32 on CPU, the model's own on a GPU"
+    )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of K/V in the pool; auto: that of `dtype`; int8: 8 bits and a scale for each token and K/V "
+        "head, about half of the memory of 16 bits, not quite the same tokens",
     )
     max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; the model's own if null")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")

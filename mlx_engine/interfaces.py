@@ -210,8 +210,13 @@ class LayerKVView(Protocol):
 class AttentionBackend(Protocol):
     """How K/V is stored on the device and read by attention."""
 
-    def initialize(self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: Any) -> None:
-        """Allocates the pool: num_blocks blocks and the scratch block for each layer."""
+    def initialize(
+        self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: Any, kv_dtype: Any = None
+    ) -> None:
+        """Allocates the pool: num_blocks blocks and the scratch block for each layer.
+
+        dtype is the type of queries, keys and values, kv_dtype that of the pool's numbers: dtype if None, or int8.
+        """
 
     def begin_step(self, batch: InputBatch) -> list[LayerKVView]:
         """The step's caches, one a layer. The views die with the step."""

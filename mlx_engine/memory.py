@@ -11,6 +11,7 @@ from typing import Literal
 
 import mlx.core as mx
 
+from mlx_engine.attention.pool import row_bytes
 from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
 from mlx_engine.types import LayerKVSpec
@@ -57,17 +58,19 @@ def available_memory_bytes() -> int:
     return held + int(info["free_memory"])
 
 
-def bytes_per_block(layers: Sequence[LayerKVSpec], block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one block's keys and values in all layers."""
-    per_token = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
-    return per_token * block_size * dtype_bytes
+def bytes_per_block(layers: Sequence[LayerKVSpec], block_size: int, kv_dtype: mx.Dtype) -> int:
+    """Bytes of one block's keys and values in all layers, with their scales where kv_dtype is int8."""
+    return block_size * sum(
+        layer.num_kv_heads * (row_bytes(layer.key_head_dim, kv_dtype) + row_bytes(layer.value_head_dim, kv_dtype))
+        for layer in layers
+    )
 
 
 def plan_kv_blocks(
     config: EngineConfig,
     layers: Sequence[LayerKVSpec],
     *,
-    dtype_bytes: int,
+    kv_dtype: mx.Dtype,
     block_size: int,
     weights_bytes: int,
     activation_bytes: int,
@@ -81,7 +84,7 @@ def plan_kv_blocks(
     sequence is kept, with a warning, when max_model_len is the model's own: requests are then limited by the pool.
     Raises ConfigError with the numbers when one sequence of max_model_len tokens can't fit.
     """
-    block_bytes = bytes_per_block(layers, block_size, dtype_bytes)
+    block_bytes = bytes_per_block(layers, block_size, kv_dtype)
     needed = -(-max_model_len // block_size)
     if config.num_blocks is not None:
         _check_explicit(config, needed, max_model_len)
@@ -96,7 +99,7 @@ def plan_kv_blocks(
             f"{_gb(needed * block_bytes)}, and {max(fitting, 0)} fit: {_gb(available)} of memory, less "
             f"{_gb(weights_bytes)} of weights and {_gb(activation_bytes)} of activations, times kv_memory_fraction "
             f"{config.kv_memory_fraction:g}. Lower max_model_len (to {max(fitting, 0) * block_size} or less), raise "
-            "kv_memory_fraction, or use a smaller model"
+            f"kv_memory_fraction, {'' if kv_dtype == mx.int8 else 'set kv_cache_dtype to int8, '}or use a smaller model"
         )
     plan = _capped(config, fitting, needed, block_size, block_bytes)
     logger.info(

@@ -254,6 +254,7 @@ class EngineInfo:
     block_size: int
     device: str
     dtype: str
+    kv_dtype: str  # of K/V in the pool
     policies: Mapping[str, str] = field(default_factory=dict)  # seam to plugin name
     linear_backend: str = "mlx"  # what linear layers run on: "native", "blas" or, on a GPU, "mlx"
 

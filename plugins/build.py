@@ -56,6 +56,15 @@ def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
     return _assemble(config, loaded, _native_library(config, _silent), *_create_policies(config), _silent)
 
 
+def build_model(config: EngineConfig, loaded: LoadedModel) -> PagedModel:
+    """The model as an engine of this configuration runs it. For benches that need more logits than an engine's."""
+    return _paged_model(loaded, _native_library(config, _silent))
+
+
+def _paged_model(loaded: LoadedModel, native: NativeLibrary | None) -> PagedModel:
+    return PagedModel(loaded, partial(adapt_for_cpu, native=native) if runs_on_cpu() else adapt_for_gpu)
+
+
 def _attention_backend(config: EngineConfig) -> str:
     """The name of the attention backend, chosen where the configuration leaves it open."""
     if config.attention_backend != "auto":
@@ -93,7 +102,7 @@ def _assemble(
     if on_cpu:
         keep_freed_memory()
     report("check", 0.0)
-    model = PagedModel(loaded, partial(adapt_for_cpu, native=native) if on_cpu else adapt_for_gpu)
+    model = _paged_model(loaded, native)
     if on_cpu:
         use_huge_pages(array for _, array in tree_flatten(loaded.model.parameters()))
     activation_bytes = 0
@@ -101,10 +110,11 @@ def _assemble(
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))
     report("check", 1.0)
     report("allocate", 0.0)
+    kv_dtype = mx.int8 if config.kv_cache_dtype == "int8" else loaded.dtype
     plan = plan_kv_blocks(
         config,
         model.layers,
-        dtype_bytes=loaded.dtype.size,
+        kv_dtype=kv_dtype,
         block_size=config.block_size,
         weights_bytes=loaded.weight_bytes,
         activation_bytes=activation_bytes,
@@ -121,7 +131,7 @@ def _assemble(
         },
         options=config.kv_manager_options,
     )
-    backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype)
+    backend.initialize(model.layers, plan.num_blocks, config.block_size, loaded.dtype, kv_dtype)
     report("allocate", 1.0)
     name = served_name(config.model)
     scheduler = Scheduler(
@@ -166,6 +176,7 @@ def _assemble(
         block_size=config.block_size,
         device=mx.default_device().type.name,
         dtype=str(loaded.dtype).removeprefix("mlx.core."),
+        kv_dtype=str(kv_dtype).removeprefix("mlx.core."),
         policies={
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,

@@ -118,6 +118,7 @@ def build_simulated_engine(
         max_tokens_per_request=scheduler.max_total_tokens,
         device="none",
         dtype="none",
+        kv_dtype="none",
         policies={
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,

@@ -167,7 +167,7 @@ def _kernels(document: Fields) -> Parsed:
     for timing in document.children("timings"):
         if timing.flag("chosen", True):
             rows, length, dim = (timing.required(name) for name in ("num_rows", "seq_len", "head_dim"))
-            name = f"{rows:g} x {length:,.0f}, head {dim:g}"
+            name = f"{rows:g} x {length:,.0f}, head {dim:g}{', int8' if timing.flag('quantized') else ''}"
             timings.append(KernelTiming(name, timing.required("s"), timing.required("share"), timing.number("target")))
     wrong = [check.text("case") or "?" for check in document.children("checks") if not check.flag("right", True)]
     warnings = [f"wrong result: {case}" for case in wrong[:_MAX_LISTED]]

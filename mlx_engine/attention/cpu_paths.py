@@ -9,6 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_engine.attention.pages import MASKED, Pages
+from mlx_engine.attention.pool import LayerPool
 from mlx_engine.mathops import fast_exp
 
 # Scores of one tile of queries, per head of a group: small enough to stay in the cache between operations.
@@ -16,16 +17,19 @@ _TILE_SCORES = 196_608
 _MIN_TILE = 32
 
 
-def paged_matmul(
-    queries: mx.array, keys: mx.array, values: mx.array, pages: Pages, scale: float, sinks: mx.array | None
-) -> mx.array:
+def paged_matmul(queries: mx.array, pool: LayerPool, pages: Pages, scale: float, sinks: mx.array | None) -> mx.array:
     """Scores and sums page by page with `mx.gather_mm`; the softmax runs over all of a row's pages.
 
     The query heads that share a K/V head are the rows of one matrix, so each page is read once for the group; those of
     all rows that share a table are.
     """
-    num_tables = pages.block_tables.shape[0]
+    num_tables, num_pages = pages.block_tables.shape
     shared = queries.shape[0] // num_tables
+    if pool.quantized:
+        keys, values = (copied.flatten(0, 1) for copied in pool.pages(pages.block_tables))
+        pages = Pages(mx.arange(num_tables * num_pages).reshape(num_tables, num_pages), pages.visible, pages.bias)
+    else:
+        keys, values = pool.blocks()
     num_blocks, num_kv_heads, block_size, head_dim = keys.shape
     num_heads = queries.shape[1]
     group = num_heads // num_kv_heads

@@ -15,6 +15,7 @@ paths, counted by name:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,23 @@ class FusedBackend(GatherBackend):
         self._dtype: mx.Dtype = mx.float32
         self._last: list[mx.array] = []  # what the last layer of the latest step gave
 
-    def initialize(self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
+    def initialize(
+        self,
+        layers: Sequence[LayerKVSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        kv_dtype: mx.Dtype | None = None,
+    ) -> None:
         """See AttentionBackend. Raises ConfigError where there is no GPU that the kernels run on."""
         if not kernels_run_here():
             raise ConfigError(
                 "engine.attention_backend is fused, whose kernels run on Metal and CUDA, and MLX's default device is "
                 f"{mx.default_device()}: set it to gather, or to auto"
             )
-        super().initialize(layers, num_blocks, block_size, dtype)
+        super().initialize(layers, num_blocks, block_size, dtype, kv_dtype)
         self._dtype = dtype
-        self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype) for s in layers]
+        self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype, kv_dtype) for s in layers]
 
     def begin_step(self, batch: InputBatch) -> list[PagedView]:
         """See AttentionBackend."""
@@ -106,20 +114,13 @@ class FusedBackend(GatherBackend):
 
     def state(self) -> list[mx.array]:
         """See AttentionBackend."""
-        gathered = [
-            pool
-            for layer, fits in enumerate(self._supported)
-            if not fits
-            for pool in (self._keys[layer], self._values[layer])
-        ]
-        return gathered + self._last
+        gathered = [pool.arrays() for pool, fits in zip(self._pools, self._supported, strict=True) if not fits]
+        return [*itertools.chain(*gathered), *self._last]
 
     def append(self, layer: int, step: FusedStep, keys: mx.array, values: mx.array) -> mx.array:
         """Stores the keys and values [n, num_kv_heads, head_dim] of `stored_slots`; see PagedKernels.append."""
         spec = self._layers[layer]
-        return self._layer_kernels(spec.num_kv_heads, spec).append(
-            keys, values, self._keys[layer], self._values[layer], step.stored_slots
-        )
+        return self._layer_kernels(spec.num_kv_heads, spec).append(keys, values, self._pools[layer], step.stored_slots)
 
     def attend_fused(
         self,
@@ -133,12 +134,13 @@ class FusedBackend(GatherBackend):
         sinks: mx.array | None,
     ) -> mx.array:
         """Attention of queries [T, num_heads, 1, head_dim], same shape back; `new` are the decode rows' K/V."""
-        spec = self._layers[layer]
+        spec, pool = self._layers[layer], self._pools[layer]
         num_decodes = step.num_decodes
         parts = []
         if num_decodes:
             kernels = self._layer_kernels(queries.shape[1], spec)
-            parts_per_row = kernels.num_heads // heads_per_group(kernels.num_heads // spec.num_kv_heads)
+            group = kernels.num_heads // spec.num_kv_heads
+            parts_per_row = kernels.num_heads // heads_per_group(group, quantized=pool.quantized)
             longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
             splits = num_splits(num_decodes, parts_per_row, longest)
             self._counts["fused" if splits == 1 else "fused_split"] += 1
@@ -149,8 +151,7 @@ class FusedBackend(GatherBackend):
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
                 *new,
-                self._keys[layer],
-                self._values[layer],
+                pool,
                 step.block_tables,
                 seq_lens,
                 scale=scale,
@@ -166,9 +167,7 @@ class FusedBackend(GatherBackend):
             parts += self.attend_chunks(
                 step.chunks,
                 queries,
-                lambda context: kernels.collect(
-                    self._keys[layer], self._values[layer], context.block_table, context.num_tokens, after
-                ),
+                lambda context: kernels.collect(pool, context.block_table, context.num_tokens, after),
                 scale,
                 window,
                 sinks,

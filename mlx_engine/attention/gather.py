@@ -1,10 +1,11 @@
 """The `gather` backend: pages are collected through the block table, then attended to with MLX's own operations.
 
 The pool of one layer is [num_blocks + 1, num_kv_heads, block_size, head_dim], so that one head's part of a block is one
-contiguous matrix. The paths, counted by name:
+contiguous matrix. What is read of a pool of 8-bit integers is copied out of it as numbers of the model's type. The
+paths, counted by name:
 
 - `gather_sdpa`: decode rows; pages copied into a dense tensor, then `mx.fast.scaled_dot_product_attention`.
-- `paged_matmul`: decode rows on the CPU in float32; the pages are multiplied where they lie.
+- `paged_matmul`: decode rows on the CPU in float32; the pages are multiplied where they lie (8-bit ones: copies).
 - `chunk_sdpa`: prefill chunks; each sequence's context gathered once, then MLX's attention with its causal mask.
 - `chunk_tiled`: the same on the CPU in float32, in tiles of queries (see cpu_paths.py).
 """
@@ -22,6 +23,7 @@ import numpy as np
 from mlx_engine.attention.cpu_paths import paged_matmul, tiled_chunk
 from mlx_engine.attention.dispatch import PagedMask, PagedView, narrower
 from mlx_engine.attention.pages import MASKED, Context, Pages
+from mlx_engine.attention.pool import LayerPool
 from mlx_engine.input_batch import DecodeGroup, InputBatch, PrefillChunk
 from mlx_engine.interfaces import INTERFACE_VERSION
 from mlx_engine.types import LayerKVSpec
@@ -37,25 +39,29 @@ class GatherBackend:
             raise ValueError(f"decode must be auto, gather_sdpa or paged_matmul, not {decode!r}")
         self._decode = decode
         self._layers: Sequence[LayerKVSpec] = ()
-        self._keys: list[mx.array] = []
-        self._values: list[mx.array] = []
-        self._num_blocks = 0
+        self._pools: list[LayerPool] = []
         self._block_size = 0
         self._counts: Counter[str] = Counter()
 
-    def initialize(self, layers: Sequence[LayerKVSpec], num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
+    def initialize(
+        self,
+        layers: Sequence[LayerKVSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        kv_dtype: mx.Dtype | None = None,
+    ) -> None:
         """See AttentionBackend."""
         self._layers = tuple(layers)
-        self._num_blocks = num_blocks + 1  # and the scratch block
         self._block_size = block_size
         if self._decode == "auto":
             on_cpu = mx.default_device() == mx.Device(mx.cpu)
             self._decode = "paged_matmul" if on_cpu and dtype == mx.float32 else "gather_sdpa"
-        for spec in self._layers:
-            rows = self._num_blocks * spec.num_kv_heads * block_size
-            self._keys.append(mx.zeros((rows, spec.key_head_dim), dtype))
-            self._values.append(mx.zeros((rows, spec.value_head_dim), dtype))
-        mx.eval(self._keys, self._values)
+        # One block more, for scratch.
+        self._pools = [
+            LayerPool.zeros(spec, num_blocks + 1, block_size, dtype, kv_dtype or dtype) for spec in self._layers
+        ]
+        mx.eval([[*pool.arrays(), pool.key_scales, pool.value_scales] for pool in self._pools])
 
     def begin_step(self, batch: InputBatch) -> list[PagedView]:
         """See AttentionBackend."""
@@ -65,7 +71,7 @@ class GatherBackend:
 
     def state(self) -> list[mx.array]:
         """See AttentionBackend."""
-        return [*self._keys, *self._values]
+        return [array for pool in self._pools for array in pool.arrays()]
 
     def dispatch_counts(self) -> Mapping[str, int]:
         """See AttentionBackend."""
@@ -75,32 +81,25 @@ class GatherBackend:
         """What the layer stores of a token."""
         return self._layers[layer]
 
-    def write(self, layer: int, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Puts keys and values [T, num_kv_heads, head_dim] at the pool rows slots [T, num_kv_heads]."""
-        # In place as long as nothing else holds the buffer: the step before has ended when this one is launched.
-        self._keys[layer][slots] = keys
-        self._values[layer][slots] = values
-
-    def pool(self, layer: int) -> tuple[mx.array, mx.array]:
-        """The layer's keys and values as [num_blocks + 1, num_kv_heads, block_size, head_dim]."""
-        shape = (self._num_blocks, self._layers[layer].num_kv_heads, self._block_size, -1)
-        return self._keys[layer].reshape(shape), self._values[layer].reshape(shape)
+    def pool(self, layer: int) -> LayerPool:
+        """The layer's keys and values."""
+        return self._pools[layer]
 
     def attend(
         self, layer: int, step: GatherStep, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         """Attention of queries [T, num_heads, 1, head_dim] over each row's sequence, same shape back."""
-        keys, values = self.pool(layer)
+        pool = self._pools[layer]
         parts = []
         for group in step.decode_groups:
             rows = queries if step.is_whole(group) else queries[step.rows(group)]
             run = paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
             self._counts[self._decode] += 1
-            parts.append(run(rows, keys, values, step.pages(group, window), scale, sinks))
+            parts.append(run(rows, pool, step.pages(group, window), scale, sinks))
         parts += self.attend_chunks(
             step,
             queries,
-            lambda context: (_gather_context(keys, context), _gather_context(values, context)),
+            lambda context: _gather_context(pool, context),
             scale,
             window,
             sinks,
@@ -167,7 +166,7 @@ class GatherView(LayerView):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         slots = self._step.slots(self._spec.num_kv_heads)
-        self._backend.write(self._layer, slots, keys.squeeze(2), values.squeeze(2))
+        self._backend.pool(self._layer).write(slots, keys.squeeze(2), values.squeeze(2))
         return keys, values
 
     def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
@@ -252,15 +251,12 @@ def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> Contex
     return Context(mx.array(chunk.block_table[first_page:]), chunk.seq_len - first, mx.array(mask))
 
 
-def _gather_sdpa(
-    queries: mx.array, keys: mx.array, values: mx.array, pages: Pages, scale: float, sinks: mx.array | None
-) -> mx.array:
+def _gather_sdpa(queries: mx.array, pool: LayerPool, pages: Pages, scale: float, sinks: mx.array | None) -> mx.array:
     num_tables, num_pages = pages.block_tables.shape
     num_heads, head_dim = queries.shape[1], queries.shape[3]
-    num_kv_heads, block_size = keys.shape[1:3]
+    _, num_kv_heads, block_size = pool.shape
     shape = (num_tables, num_kv_heads, num_pages * block_size, -1)
-    k = keys[pages.block_tables].transpose(0, 2, 1, 3, 4).reshape(shape)
-    v = values[pages.block_tables].transpose(0, 2, 1, 3, 4).reshape(shape)
+    k, v = (page.transpose(0, 2, 1, 3, 4).reshape(shape) for page in pool.pages(pages.block_tables))
     mask = pages.visible[:, None]
     if len(queries) == num_tables:
         return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
@@ -269,7 +265,10 @@ def _gather_sdpa(
     return out.swapaxes(1, 2).reshape(*queries.shape[:3], -1)
 
 
-def _gather_context(pool: mx.array, context: Context) -> mx.array:
-    """A sequence's keys or values as [num_kv_heads, num_tokens, head_dim]."""
-    pages = pool[context.block_table].transpose(1, 0, 2, 3)
-    return pages.reshape(pool.shape[1], -1, pool.shape[3])[:, : context.num_tokens]
+def _gather_context(pool: LayerPool, context: Context) -> tuple[mx.array, mx.array]:
+    """A sequence's keys and values [num_kv_heads, num_tokens, head_dim]."""
+    k, v = (
+        page.transpose(1, 0, 2, 3).reshape(page.shape[1], -1, page.shape[3])[:, : context.num_tokens]
+        for page in pool.pages(context.block_table)
+    )
+    return k, v

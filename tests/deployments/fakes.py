@@ -27,7 +27,7 @@ from mlx_engine.types import EngineInfo, EngineStats, FinishReason, KVCacheUsage
 
 DEADLINE_S = 20.0
 MODEL = "SmolLM2-135M-Instruct"
-INFO = EngineInfo(MODEL, 8192, 49152, frozenset({2}), 8192, 512, 16, "cpu", "float32", {"scheduler": "fcfs"})
+INFO = EngineInfo(MODEL, 8192, 49152, frozenset({2}), 8192, 512, 16, "cpu", "float32", "int8", {"scheduler": "fcfs"})
 ANSWER = "The alphabet: A B C D E F G H I J K L M N O P, \U0001f642\U0001f980 and so on, in good order. "
 
 

@@ -541,6 +541,7 @@ def test_metrics(server: Server) -> None:
     label = f'model_name="{MODEL}"'
     for line in (
         f"quire:num_requests_waiting{{{label}}} 3.0",
+        f'quire:cache_config_info{{block_size="16",cache_dtype="int8",{label},num_blocks="512"}} 1.0',
         f"quire:num_requests_running{{{label}}} 0.0",
         f'quire:kv_blocks{{{label},state="free"}} 400.0',
         f'quire:kv_blocks{{{label},state="cached_in_use"}} 10.0',

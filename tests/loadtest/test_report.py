@@ -165,11 +165,12 @@ def test_engine_serve_and_memory_are_the_files_numbers(tmp_path: Path) -> None:
 def test_decode_steps_and_kernels_are_the_files_numbers(tmp_path: Path) -> None:
     checks = [{"case": "a case", "right": False}, {"case": "another", "right": True}]
     kernels = documents.kernels(checks=checks)
+    kernels["timings"].append({**kernels["timings"][0], "quantized": True, "share": 0.4})
     parsed = rendered(write(tmp_path, {"d.json": documents.decode(), "k.json": kernels}))
     (steps,) = parsed.plots["Decode steps"]["traces"]
     assert (steps["x"], steps["y"]) == ([1, 8], [1.5, 12.0])
     (share,) = parsed.plots["Attention kernels"]["traces"]
-    assert (share["x"], share["y"]) == (["128 x 4,096, head 64"], [0.6])
+    assert (share["x"], share["y"]) == (["128 x 4,096, head 64", "128 x 4,096, head 64, int8"], [0.6, 0.4])
     text = " ".join(parsed.text)
     assert "wrong result: a case" in text
     assert "another" not in text

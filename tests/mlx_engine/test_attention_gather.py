@@ -13,6 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from mlx_engine.attention.gather import GatherBackend
+from mlx_engine.attention.kernels import reference
+from mlx_engine.attention.pool import LayerPool, dequantize, quantize
 from mlx_engine.input_batch import build_input_batch
 from mlx_engine.types import LayerKVSpec, SamplingParams, ScheduledSequence, SchedulerOutput, cdiv
 
@@ -36,6 +38,7 @@ class Case:
     window: int | None = None  # of the layer
     model_window: int | None = None  # that the model asks for in make_mask
     sinks: bool = False
+    quantized: bool = False
     # (tokens before the step, tokens in the step) of each sequence
     sequences: tuple[tuple[int, int], ...] = ((0, 1), (5, 1), (15, 1), (16, 1), (40, 1), (200, 1))
 
@@ -72,10 +75,16 @@ def check(case: Case, seed: int = 0) -> GatherBackend:
     tables = [[next(blocks) for _ in range(size)] for size in sizes]
     backend = GatherBackend(decode=case.decode)  # type: ignore[arg-type]
     backend.initialize(
-        [LayerKVSpec(case.kv_heads, case.head_dim, value_dim, case.window)], num_blocks, case.block_size, case.dtype
+        [LayerKVSpec(case.kv_heads, case.head_dim, value_dim, case.window)],
+        num_blocks,
+        case.block_size,
+        case.dtype,
+        mx.int8 if case.quantized else None,
     )
     for pool in backend.state():
-        pool[:] = mx.full(pool.shape, GARBAGE, case.dtype)
+        # 8-bit integers and their scales make the garbage together.
+        number = 100 if pool.dtype == mx.int8 else GARBAGE / 100 if case.quantized else GARBAGE
+        pool[:] = mx.full(pool.shape, number, pool.dtype)
 
     step, truth = [], {}
     history_keys, history_values, history_slots = [], [], []
@@ -83,13 +92,16 @@ def check(case: Case, seed: int = 0) -> GatherBackend:
         length = before + now
         keys, keys64 = rounded(length, case.kv_heads, case.head_dim)
         values, values64 = rounded(length, case.kv_heads, value_dim)
+        if case.quantized:
+            # What the pool holds is what attention must see, the step's own tokens included.
+            keys64, values64 = (as_stored(numbers) for numbers in (keys64, values64))
         slots = [table[p // case.block_size] * case.block_size + p % case.block_size for p in range(before)]
         history_slots += slots
         history_keys.append(keys[:before])
         history_values.append(values[:before])
         truth[str(index)] = (keys[before:], values[before:], keys64, values64)
         step.append(ScheduledSequence(str(index), before, now, [0] * now, table, True, 0, SamplingParams(), 0))
-    _fill_history(backend, case, history_slots, history_keys, history_values)
+    _fill_history(backend.pool(0), case, history_slots, history_keys, history_values)
 
     step = [step[i] for i in rng.permutation(len(step))]
     batch = build_input_batch(SchedulerOutput(0, tuple(step)), case.block_size)
@@ -116,19 +128,51 @@ def check(case: Case, seed: int = 0) -> GatherBackend:
     return backend
 
 
-def _fill_history(
-    backend: GatherBackend, case: Case, slots: list[int], keys: list[mx.array], values: list[mx.array]
-) -> None:
+def as_stored(numbers: Array) -> Array:
+    """Numbers [..., n] after they were rounded to 8 bits."""
+    integers, worth = reference.quantize(numbers)
+    return integers * worth[..., None]
+
+
+def _fill_history(pool: LayerPool, case: Case, slots: list[int], keys: list[mx.array], values: list[mx.array]) -> None:
     """Writes what earlier steps would have written, straight to the pool."""
     if not slots:
         return
-    shape = (backend.pool(0)[0].shape[0], case.kv_heads, case.block_size)
     where = np.array(slots)
-    for pool, parts in zip(backend.state(), (keys, values), strict=True):
-        dense = np.array(pool.astype(mx.float32)).reshape(*shape, -1)
-        new = np.array(mx.concatenate(parts).astype(mx.float32))
-        dense[where // case.block_size, :, where % case.block_size] = new
-        pool[:] = mx.array(dense.reshape(pool.shape)).astype(case.dtype)
+    for parts, stored, scales in ((keys, pool.keys, pool.key_scales), (values, pool.values, pool.value_scales)):
+        new = mx.concatenate(parts)
+        pairs = [(stored, new)]
+        if case.quantized:
+            integers, worth = quantize(new)
+            pairs = [(stored, integers), (scales, worth)]
+        for array, entries in pairs:
+            dense = np.array(array.astype(mx.float32)).reshape(*pool.shape, -1)
+            put = np.array(entries.astype(mx.float32)).reshape(len(where), case.kv_heads, -1)
+            dense[where // case.block_size, :, where % case.block_size] = put
+            array[:] = mx.array(dense.reshape(array.shape)).astype(array.dtype)
+
+
+def test_quantizing_loses_half_a_step_at_most_and_repeats_itself() -> None:
+    rng = np.random.default_rng(3)
+    numbers = mx.array(
+        (rng.standard_normal((50, 3, 64)) * 10.0 ** rng.integers(-20, 20, (50, 3, 1))).astype(np.float32)
+    )
+    integers, worth = quantize(numbers)
+    for got, expected in zip((integers, worth), reference.quantize(np.array(numbers)), strict=True):
+        np.testing.assert_array_equal(np.array(got.astype(mx.float32)), expected)
+    error = np.abs(np.array(dequantize(integers, worth, mx.float32)) - np.array(numbers))
+    assert (error <= 0.5001 * np.array(worth)[..., None]).all()
+    again = quantize(mx.array(np.array(numbers)))
+    np.testing.assert_array_equal(np.array(again[0]), np.array(integers))
+    np.testing.assert_array_equal(np.array(again[1]), np.array(worth))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_nothing_but_zeros_stays_zeros_and_tiny_numbers_do_no_harm(dtype: mx.Dtype) -> None:
+    for number in (0.0, 1e-38):
+        integers, worth = quantize(mx.full((2, 16), number).astype(dtype))
+        assert integers.tolist() == [[0] * 16] * 2
+        assert mx.abs(dequantize(integers, worth, dtype)).max().item() == 0
 
 
 CHUNKS = ((0, 7), (16, 16), (33, 20), (100, 3), (0, 64))
@@ -148,6 +192,18 @@ def test_mixed_steps_for_every_head_layout(decode: str, head_dim: int, heads: in
 def test_every_type(dtype: mx.Dtype, sequences: tuple[tuple[int, int], ...]) -> None:
     check(Case(dtype=dtype, sequences=sequences, sinks=True))
     check(Case(dtype=dtype, sequences=sequences, window=20))
+
+
+@pytest.mark.parametrize("decode", PATHS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("sequences", [Case.sequences, CHUNKS, MIXED], ids=["decode", "prefill", "mixed"])
+def test_8_bits_are_read_as_they_are_stored(
+    decode: str, dtype: mx.Dtype, sequences: tuple[tuple[int, int], ...]
+) -> None:
+    if decode == "paged_matmul" and dtype != mx.float32:
+        pytest.skip("a path for float32")
+    check(Case(dtype=dtype, decode=decode, sequences=sequences, sinks=True, quantized=True))
+    check(Case(dtype=dtype, decode=decode, sequences=sequences, window=20, quantized=True, value_dim=48))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 32, 256])
@@ -197,6 +253,7 @@ def test_random_steps(seed: int) -> None:
         decode=str(rng.choice(PATHS)),
         window=int(rng.integers(1, 120)) if rng.random() < 0.5 else None,
         sinks=bool(rng.random() < 0.5),
+        quantized=bool(rng.random() < 0.5),
         sequences=tuple(sequences),
     )
     check(case, seed)

@@ -22,7 +22,7 @@ from mlx_engine.types import (
 )
 
 DEADLINE_S = 20.0
-INFO = EngineInfo("m", 64, 100, frozenset({2}), 64, 4, 16, "cpu", "float32")
+INFO = EngineInfo("m", 64, 100, frozenset({2}), 64, 4, 16, "cpu", "float32", "float32")
 
 
 def request(request_id: str, max_tokens: int = 3) -> Request:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_engine import memory
+from mlx_engine.attention.pool import LayerPool
 from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
 from mlx_engine.memory import KVPlan, available_memory_bytes, plan_kv_blocks
@@ -14,13 +15,14 @@ from mlx_engine.types import LayerKVSpec
 
 LAYERS = [LayerKVSpec(3, 64, 64)] * 30
 BLOCK = 16 * 30 * 3 * 128 * 4  # bytes
+KV_DTYPES = {"auto": mx.float32, "int8": mx.int8}
 
 
 def _plan(available: int, max_model_len: int = 1024, weights: int = 0, activation: int = 0, **config: object) -> KVPlan:
     return plan_kv_blocks(
         EngineConfig.model_validate(config),
         LAYERS,
-        dtype_bytes=4,
+        kv_dtype=KV_DTYPES[str(config.get("kv_cache_dtype", "auto"))],
         block_size=16,
         weights_bytes=weights,
         activation_bytes=activation,
@@ -34,7 +36,9 @@ def test_bytes_of_a_block_count_keys_values_layers_and_the_scratch_block() -> No
     assert plan == KVPlan(100, 16, BLOCK, "config")
     assert (plan.num_tokens, plan.num_bytes) == (1600, 101 * BLOCK)
     uneven = [LayerKVSpec(2, 192, 128), LayerKVSpec(1, 64, 64)]
-    assert memory.bytes_per_block(uneven, 8, 2) == 8 * 2 * (2 * 320 + 128)
+    assert memory.bytes_per_block(uneven, 8, mx.bfloat16) == 8 * 2 * (2 * 320 + 128)
+    # And of 8-bit integers a scale of 4 bytes for each token and head, of keys and of values.
+    assert memory.bytes_per_block(uneven, 8, mx.int8) == 8 * (2 * (320 + 8) + 128 + 8)
 
 
 def test_pool_takes_the_share_of_what_weights_and_activations_leave() -> None:
@@ -42,6 +46,32 @@ def test_pool_takes_the_share_of_what_weights_and_activations_leave() -> None:
     assert plan.num_blocks == 299  # and the scratch block: half of 600
     assert plan.limited_by == "memory"
     assert _plan(1000 * BLOCK, kv_memory_fraction=1.0).num_bytes == 1000 * BLOCK
+
+
+def test_int8_holds_about_twice_the_blocks_of_16_bits() -> None:
+    sizes = [memory.bytes_per_block(LAYERS, 16, dtype) for dtype in (mx.float32, mx.float16, mx.int8)]
+    assert 3.7 < sizes[0] / sizes[2] < 4
+    assert 1.85 < sizes[1] / sizes[2] < 2
+    wide = _plan(1000 * BLOCK, kv_memory_fraction=1.0)
+    narrow = _plan(1000 * BLOCK, kv_memory_fraction=1.0, kv_cache_dtype="int8")
+    assert 3.7 < narrow.num_blocks / wide.num_blocks < 4
+    assert narrow.num_bytes <= 1000 * BLOCK
+
+
+@pytest.mark.parametrize("stored", [mx.float32, mx.bfloat16, mx.int8], ids=str)
+def test_a_pool_takes_the_bytes_that_the_plan_counts(stored: mx.Dtype) -> None:
+    dtype = mx.float32 if stored == mx.int8 else stored
+    uneven = [LayerKVSpec(2, 192, 128), LayerKVSpec(1, 64, 64)]
+    pools = [LayerPool.zeros(spec, 5, 8, dtype, stored) for spec in uneven]
+    taken = sum(array.nbytes for pool in pools for array in pool.arrays())
+    assert taken == 5 * memory.bytes_per_block(uneven, 8, stored)
+
+
+def test_int8_is_the_advice_unless_it_is_taken_already() -> None:
+    with pytest.raises(ConfigError, match="set kv_cache_dtype to int8, or use a smaller model"):
+        _plan(10 * BLOCK)
+    with pytest.raises(ConfigError, match="raise kv_memory_fraction, or use a smaller model"):
+        _plan(10 * BLOCK, kv_cache_dtype="int8")
 
 
 def test_pool_never_exceeds_what_the_sequences_can_fill() -> None:
@@ -79,7 +109,7 @@ def _explicit(num_blocks: int, max_model_len: int | None) -> KVPlan:
     return plan_kv_blocks(
         EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len),
         LAYERS,
-        dtype_bytes=4,
+        kv_dtype=mx.float32,
         block_size=16,
         weights_bytes=0,
         activation_bytes=0,

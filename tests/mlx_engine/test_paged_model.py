@@ -16,11 +16,16 @@ from tests.parity.tiny_models import TINY, VOCAB, build
 BLOCK = 4
 
 
-def logits_of(name: str, steps: list[list[tuple[str, int, list[int]]]], rows: mx.array | None) -> mx.array:
+def logits_of(
+    name: str,
+    steps: list[list[tuple[str, int, list[int]]]],
+    rows: mx.array | None,
+    kv_dtype: mx.Dtype = mx.float32,
+) -> mx.array:
     """The last step's logits; each step is a list of (sequence, start, tokens). Sequence `a` has blocks 1 to 8, ..."""
     model = PagedModel(build(TINY[name]))
     backend = GatherBackend()
-    backend.initialize(model.layers, 32, BLOCK, mx.float32)
+    backend.initialize(model.layers, 32, BLOCK, mx.float32, kv_dtype)
     for step in steps:
         sequences = tuple(
             ScheduledSequence(
@@ -58,6 +63,14 @@ def test_ragged_rows_give_the_models_own_logits(name: str) -> None:
     got = logits_of(name, [[("a", 0, A[:10]), ("b", 0, B[:2])], [("b", 2, B[2:]), ("a", 10, A[10:])]], None)
     expected = mx.concatenate([own_logits(name, A)[10:], own_logits(name, B)[2:]])
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "gemma3", "gpt_oss", "deepseek_v2"])
+def test_8_bits_of_keys_and_values_change_the_logits_a_little(name: str) -> None:
+    steps = [[("a", 0, A[:10]), ("b", 0, B[:2])], [("b", 2, B[2:]), ("a", 10, A[10:])]]
+    exact, coarse = (logits_of(name, steps, None, kv_dtype) for kv_dtype in (mx.float32, mx.int8))
+    error = (mx.linalg.norm(coarse - exact) / mx.linalg.norm(exact)).item()
+    assert 0 < error < 0.05
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "llama_tied_mha", "gemma3", "internlm2"])

@@ -1,4 +1,6 @@
 // The words of the kernels' common text, in CUDA.
+#define QUIRE_FUNCTION __device__ inline
+#define QUIRE_DEVICE
 #define QUIRE_SHARED __shared__
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
 #define QUIRE_UNROLL _Pragma("unroll")
@@ -69,8 +71,22 @@ struct Piece<__half> {
   }
 };
 
+template <>
+struct Piece<int8_t> {
+  __device__ static inline void unpack(Raw raw, float (&out)[16]) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+    QUIRE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      // 2^23 + 128 + the byte, less 2^23 + 128: exact, and no conversion, of which a GPU does few at once.
+      const unsigned biased = words[i / 4] ^ 0x80808080u;
+      out[i] = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7540 + i % 4)) - 8388736.0f;
+    }
+  }
+};
+
 __device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 __device__ inline float exp2(float x) { return exp2f(x); }
+__device__ inline float rint(float x) { return rintf(x); }
 __device__ inline float tanh(float x) { return tanhf(x); }
 
 }  // namespace quire

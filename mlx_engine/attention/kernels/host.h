@@ -7,6 +7,8 @@
 #include "half_types.h"
 #include "simt.h"
 
+#define QUIRE_FUNCTION inline
+#define QUIRE_DEVICE
 #define QUIRE_SHARED static thread_local
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
 #define QUIRE_UNROLL
@@ -60,6 +62,7 @@ inline float shuffle_xor(float value, int mask) {
   return simt::Threadgroup::current_group()->shuffle_xor(value, mask);
 }
 inline float exp2(float x) { return std::exp2(x); }
+inline float rint(float x) { return std::rint(x); }
 inline float tanh(float x) { return std::tanh(x); }
 
 }  // namespace quire

@@ -1,4 +1,6 @@
 // The words of the kernels' common text, in Metal.
+#define QUIRE_FUNCTION inline
+#define QUIRE_DEVICE device
 #define QUIRE_SHARED threadgroup
 #define QUIRE_WRITABLE(type, pointer) ((device type*)(pointer))
 #define QUIRE_UNROLL _Pragma("clang loop unroll(full)")
@@ -63,8 +65,18 @@ struct Piece<half> {
   }
 };
 
+template <>
+struct Piece<int8_t> {
+  static inline void unpack(Raw raw, thread float (&out)[16]) {
+    for (int i = 0; i < 16; ++i) {
+      out[i] = float(int8_t(raw[i / 4] >> 8 * (i % 4)));
+    }
+  }
+};
+
 inline float shuffle_xor(float value, int mask) { return simd_shuffle_xor(value, ushort(mask)); }
 inline float exp2(float x) { return metal::exp2(x); }
+inline float rint(float x) { return metal::rint(x); }
 inline float tanh(float x) { return metal::precise::tanh(x); }
 
 }  // namespace quire

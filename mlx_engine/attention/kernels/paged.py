@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_engine.attention.pool import LayerPool
 from mlx_engine.types import cdiv
 
 Dialect = Literal["metal", "cuda", "host"]
@@ -22,8 +23,10 @@ _LOG2_E = math.log2(math.e)
 DECODE_WARPS = 4
 DECODE_UNROLL = 4
 _THREADS = 128
-# Query heads that one threadgroup takes at most: their queries and sums fill its registers.
+# Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
+# holds twice as many numbers of each where a number is 8 bits.
 _MAX_HEADS = 8
+_MAX_HEADS_QUANTIZED = 4
 # mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
 _MIN_SIZE = 8
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
@@ -40,6 +43,8 @@ _INPUTS = (
     "new_values",
     "key_pool",
     "value_pool",
+    "key_scales",
+    "value_scales",
     "block_tables",
     "seq_lens",
     "params",
@@ -53,12 +58,12 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
     "append": (
         ("append.inc",),
-        ("new_keys", "new_values", "key_pool", "value_pool", "slots"),
+        ("new_keys", "new_values", "key_pool", "value_pool", "key_scales", "value_scales", "slots"),
         ("ticket",),
     ),
     "collect": (
         ("collect.inc",),
-        ("key_pool", "value_pool", "block_table", "length", "after"),
+        ("key_pool", "value_pool", "key_scales", "value_scales", "block_table", "length", "after"),
         ("keys", "values"),
     ),
 }
@@ -74,7 +79,7 @@ def kernel_text(name: str, dialect: Dialect) -> str:
 @functools.cache
 def dialect_header(dialect: Dialect) -> str:
     """What goes before a kernel of this dialect."""
-    return _compact((_FOLDER / f"{dialect}.h").read_text())
+    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc")))
 
 
 def _compact(text: str) -> str:
@@ -99,9 +104,10 @@ def _kernel(name: str) -> Any:
     )
 
 
-def heads_per_group(group: int) -> int:
+def heads_per_group(group: int, *, quantized: bool = False) -> int:
     """Query heads of `group` that one threadgroup takes: the largest part of them that its registers hold."""
-    return max(heads for heads in range(1, min(group, _MAX_HEADS) + 1) if group % heads == 0)
+    most = min(group, _MAX_HEADS_QUANTIZED if quantized else _MAX_HEADS)
+    return max(heads for heads in range(1, most + 1) if group % heads == 0)
 
 
 def num_splits(num_rows: int, num_parts: int, max_len: int) -> int:
@@ -121,13 +127,13 @@ class PagedKernels:
     key_head_dim: int
     value_head_dim: int
     block_size: int
-    dtype: mx.Dtype  # of queries, keys, values, the pool and the output
+    dtype: mx.Dtype  # of queries, keys, values and the output; pools may be int8
 
-    @property
-    def _constants(self) -> list[tuple[str, Any]]:
+    def _constants(self, pool: LayerPool) -> list[tuple[str, Any]]:
         """What every kernel is told of the layer."""
         return [
             ("T", self.dtype),
+            ("STORED", pool.keys.dtype),
             ("D", self.key_head_dim),
             ("DV", self.value_head_dim),
             ("NUM_KV_HEADS", self.num_kv_heads),
@@ -135,11 +141,11 @@ class PagedKernels:
         ]
 
     @staticmethod
-    def supports(key_head_dim: int, value_head_dim: int, dtype: mx.Dtype) -> bool:
-        """Whether the kernels take heads of these sizes."""
+    def supports(key_head_dim: int, value_head_dim: int, dtype: mx.Dtype, stored: mx.Dtype | None = None) -> bool:
+        """Whether the kernels take heads of these sizes, in a pool of type `stored` (None: dtype)."""
         if dtype not in (mx.float32, mx.float16, mx.bfloat16):
             return False
-        elements = 16 // dtype.size
+        elements = 16 // (stored or dtype).size
         return all(dim % elements == 0 and 0 < dim <= 256 for dim in (key_head_dim, value_head_dim))
 
     def decode(
@@ -147,8 +153,7 @@ class PagedKernels:
         queries: mx.array,
         new_keys: mx.array,
         new_values: mx.array,
-        key_pool: mx.array,
-        value_pool: mx.array,
+        pool: LayerPool,
         block_tables: mx.array,
         seq_lens: mx.array,
         *,
@@ -161,20 +166,28 @@ class PagedKernels:
     ) -> mx.array:
         """Puts each row's key and value into the pool, and attends to its sequence through the block table.
 
-        queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], pools [num_blocks,
-        num_kv_heads, block_size, head_dim], block_tables [B, P] int32, seq_lens [B] int32 with the new token counted;
-        a row of length 0 is padding and gives 0. A row's tokens are split into `splits` parts, of min_span or more.
-        Returns [B, num_heads, value_head_dim]. The pools are written in place: a kernel that reads them later must be
-        given something that was computed from the result.
+        queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], block_tables [B, P]
+        int32, seq_lens [B] int32 with the new token counted; a row of length 0 is padding and gives 0. A row's tokens
+        are split into `splits` parts, of min_span or more. Returns [B, num_heads, value_head_dim]. The pool is written
+        in place: a kernel that reads it later must be given something that was computed from the result. A pool of
+        8-bit integers is read as it is then, the new token too.
         """
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
-        heads = heads_per_group(group)
+        heads = heads_per_group(group, quantized=pool.quantized)
         params = mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (_MIN_SIZE - 2)])
-        inputs = [queries, new_keys, new_values, key_pool, value_pool, _padded(block_tables), _padded(seq_lens), params]
+        inputs = [
+            queries,
+            new_keys,
+            new_values,
+            *_arrays(pool),
+            _padded(block_tables),
+            _padded(seq_lens),
+            params,
+        ]
         sink_array = params if sinks is None else _padded(sinks)
         template = [
-            *self._constants,
+            *self._constants(pool),
             ("GROUP", group),
             ("HEADS", heads),
             ("WINDOW", window or 0),
@@ -218,16 +231,14 @@ class PagedKernels:
         )[0]
         return combined
 
-    def append(
-        self, new_keys: mx.array, new_values: mx.array, key_pool: mx.array, value_pool: mx.array, slots: mx.array
-    ) -> mx.array:
+    def append(self, new_keys: mx.array, new_values: mx.array, pool: LayerPool, slots: mx.array) -> mx.array:
         """Puts keys and values [n, num_kv_heads, head_dim] into the pool at slots [n] int32.
 
         A slot is block * block_size + offset. Returns a ticket [8] of zeros, for `collect`.
         """
         ticket: mx.array = _kernel("append")(
-            inputs=[new_keys, new_values, key_pool, value_pool, _padded(slots)],
-            template=self._constants,
+            inputs=[new_keys, new_values, *_arrays(pool), _padded(slots)],
+            template=self._constants(pool),
             grid=(32, self.num_kv_heads, new_keys.shape[0]),
             threadgroup=(32, 1, 1),
             output_shapes=[(_MIN_SIZE,)],
@@ -236,7 +247,7 @@ class PagedKernels:
         return ticket
 
     def collect(
-        self, key_pool: mx.array, value_pool: mx.array, block_table: mx.array, num_tokens: int, after: mx.array
+        self, pool: LayerPool, block_table: mx.array, num_tokens: int, after: mx.array
     ) -> tuple[mx.array, mx.array]:
         """The first tokens of a sequence: keys and values [num_kv_heads, num_tokens, head_dim].
 
@@ -244,10 +255,11 @@ class PagedKernels:
         It is an argument of the kernel, since a GPU runs kernels at the same time that share no array: an order of
         evaluation alone (`mx.depends`) would not keep them apart.
         """
-        pieces = num_tokens * max(self.key_head_dim, self.value_head_dim) * self.dtype.size // 16
+        numbers = num_tokens * max(self.key_head_dim, self.value_head_dim)
+        pieces = numbers if pool.quantized else numbers * self.dtype.size // 16
         keys, values = _kernel("collect")(
-            inputs=[key_pool, value_pool, _padded(block_table), mx.full((_MIN_SIZE,), num_tokens, mx.int32), after],
-            template=self._constants,
+            inputs=[*_arrays(pool), _padded(block_table), mx.full((_MIN_SIZE,), num_tokens, mx.int32), after],
+            template=self._constants(pool),
             grid=(min(cdiv(pieces, _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[
@@ -273,6 +285,11 @@ def publish(sampled: mx.array, samples: mx.array) -> mx.array:
         output_dtypes=[mx.int32],
     )[0]
     return ticket
+
+
+def _arrays(pool: LayerPool) -> list[mx.array]:
+    """The pool as the kernels take it."""
+    return [pool.keys, pool.values, pool.key_scales, pool.value_scales]
 
 
 def _padded(array: mx.array) -> mx.array:

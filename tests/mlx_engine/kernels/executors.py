@@ -27,7 +27,13 @@ _KERNELS = Path(paged.__file__).parent
 _HERE = Path(__file__).parent
 _LIBRARIES = tempfile.TemporaryDirectory(prefix="quire-kernels-")
 
-_HOST_TYPES = {mx.float32: "float", mx.float16: "quire::float16", mx.bfloat16: "quire::bfloat16", mx.int32: "int"}
+_HOST_TYPES = {
+    mx.float32: "float",
+    mx.float16: "quire::float16",
+    mx.bfloat16: "quire::bfloat16",
+    mx.int32: "int",
+    mx.int8: "int8_t",
+}
 
 Template = Sequence[tuple[str, Any]]
 

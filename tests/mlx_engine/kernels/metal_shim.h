@@ -60,6 +60,7 @@ inline float simd_shuffle_xor(float value, ushort mask) {
 
 namespace metal {
 inline float exp2(float x) { return std::exp2(x); }
+inline float rint(float x) { return std::rint(x); }
 namespace precise {
 inline float tanh(float x) { return std::tanh(x); }
 }  // namespace precise

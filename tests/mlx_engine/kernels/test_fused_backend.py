@@ -62,10 +62,12 @@ def _tokens(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v2"])
-def test_the_same_tokens_as_by_gathering(kernels_on_host: None, name: str, compiled: bool) -> None:
-    expected = _tokens(_engine(name, attention_backend="gather"))
-    engine = _engine(name, attention_backend="fused", compile_decode=compiled)
+def test_the_same_tokens_as_by_gathering(kernels_on_host: None, name: str, kv: str, compiled: bool) -> None:
+    expected = _tokens(_engine(name, attention_backend="gather", kv_cache_dtype=kv))
+    engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=compiled)
+    assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
     assert _tokens(engine) == expected
     counts = engine.stats().dispatch
     assert counts["fused"] > 0

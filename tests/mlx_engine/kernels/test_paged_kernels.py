@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ import pytest
 from mlx_engine.attention.kernels import PagedKernels, paged, reference
 from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
 from mlx_engine.attention.kernels.reference import DecodeCase
+from mlx_engine.attention.pool import LayerPool
+from mlx_engine.types import LayerKVSpec
 from tests.mlx_engine.kernels.executors import HostKernel, KernelFault, MetalTextKernel
 
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -34,18 +37,11 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_decode_is_attention_over_the_rows_own_tokens(dialect: str, case: DecodeCase) -> None:
     inputs = reference.make_inputs(case)
-    out, *pools = reference.run(case, inputs)
+    out, pool = reference.run(case, inputs)
     assert reference.relative_error(out, reference.decode(case, inputs)) < reference.TOLERANCE[case.dtype]
-    # Exactly the new tokens have been added to the pools.
-    for pool, before, new in zip(
-        pools, (inputs.key_pool, inputs.value_pool), (inputs.new_keys, inputs.new_values), strict=True
-    ):
-        expected = before.copy()
-        for row, length in enumerate(inputs.seq_lens):
-            if length:
-                block = inputs.block_tables[row, (length - 1) // case.block_size]
-                expected[block, :, (length - 1) % case.block_size] = new[row]
-        np.testing.assert_array_equal(np.array(pool.astype(mx.float32)), expected)
+    # Exactly the new tokens have been added to the pool.
+    for got, expected in zip(pool.arrays(), itertools.chain(*reference.stored(inputs)), strict=True):
+        np.testing.assert_array_equal(np.array(got.astype(mx.float32)).reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -53,15 +49,51 @@ def test_append_writes_its_slots_and_no_other(dialect: str, dtype: mx.Dtype) -> 
     kernels = PagedKernels(4, 2, 64, 80, 16, dtype)
     rng = np.random.default_rng(1)
     new = [rng.integers(-9, 9, (21, 2, dim)).astype(np.float32) for dim in (64, 80)]
-    pools = [mx.full((4, 2, 16, dim), 5.0, dtype) for dim in (64, 80)]
+    pool = _pool(4, dtype, dtype, fill=5)
     slots = rng.permutation(64)[:21]
-    mx.eval(pools)
-    mx.eval(kernels.append(*[mx.array(a).astype(dtype) for a in new], *pools, mx.array(slots.astype(np.int32))))
-    for pool, values in zip(pools, new, strict=True):
-        expected = np.full(pool.shape, 5.0, np.float32)
+    mx.eval(kernels.append(*[mx.array(a).astype(dtype) for a in new], pool, mx.array(slots.astype(np.int32))))
+    for got, values in zip(pool.arrays(), new, strict=True):
+        expected = np.full((4, 2, 16, values.shape[-1]), 5.0, np.float32)
         for slot, value in zip(slots, values, strict=True):
             expected[slot // 16, :, slot % 16] = value
-        np.testing.assert_array_equal(np.array(pool.astype(mx.float32)), expected)
+        np.testing.assert_array_equal(np.array(got.astype(mx.float32)).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_8_bits_are_the_same_bytes_whoever_stores_them_and_come_back_the_same(dialect: str, dtype: mx.Dtype) -> None:
+    kernels = PagedKernels(4, 2, 64, 80, 16, dtype)
+    rng = np.random.default_rng(2)
+    # A sequence of 37 tokens in blocks 3, 1, 4: its tokens' positions, and so their slots, in any order.
+    table = np.array([3, 1, 4], np.int32)
+    positions = rng.permutation(37).astype(np.int32)
+    slots = table[positions // 16] * 16 + positions % 16
+    scales = 10.0 ** rng.integers(-3, 3, (37, 2, 1))
+    new = [mx.array((rng.standard_normal((37, 2, dim)) * scales).astype(np.float32)).astype(dtype) for dim in (64, 80)]
+    appended, decoded, written = pools = [_pool(5, dtype, mx.int8, fill=7) for _ in range(3)]
+    ticket = kernels.append(*new, appended, mx.array(slots.astype(np.int32)))
+    # The same tokens as the last ones of 37 decode rows that share the block table.
+    queries, tables = mx.zeros((37, 4, 64), dtype), mx.array(np.tile(table, (37, 1)))
+    out = kernels.decode(queries, *new, decoded, tables, mx.array(positions + 1), scale=1.0, splits=1)
+    heads = np.arange(2)
+    written.write(mx.array(((slots // 16)[:, None] * 2 + heads) * 16 + (slots % 16)[:, None]), *new)
+    mx.eval(ticket, out, [pool.arrays() for pool in pools])
+    for arrays in zip(*(pool.arrays() for pool in pools), strict=True):
+        for got in arrays[:2]:
+            np.testing.assert_array_equal(np.array(got), np.array(arrays[2]))
+    collected = kernels.collect(appended, mx.array(table), 37, ticket)
+    for got, pages in zip(collected, written.pages(mx.array(table)), strict=True):
+        expected = pages.transpose(1, 0, 2, 3).flatten(1, 2)[:, :37]
+        assert got.dtype == expected.dtype == dtype
+        np.testing.assert_array_equal(np.array(got.astype(mx.float32)), np.array(expected.astype(mx.float32)))
+
+
+def _pool(num_blocks: int, dtype: mx.Dtype, stored: mx.Dtype, fill: int) -> LayerPool:
+    """Of 2 heads of 64 and 80 numbers, in blocks of 16 tokens."""
+    pool = LayerPool.zeros(LayerKVSpec(2, 64, 80), num_blocks, 16, dtype, stored)
+    for array in pool.arrays():
+        array[:] = mx.full(array.shape, fill, array.dtype)
+    mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales)
+    return pool
 
 
 def test_lanes_that_do_not_meet_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +102,18 @@ def test_lanes_that_do_not_meet_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     text = paged.kernel_text("append", "host") + "\nif (QUIRE_THREAD % 2 == 0) { QUIRE_BARRIER(); }\n"
     monkeypatch.setattr(paged, "_kernel", HostKernel)
     monkeypatch.setattr(paged, "kernel_text", lambda name, dialect: text)
-    pools = [mx.zeros((2, 1, 16, 64)) for _ in range(2)]
+    new = [mx.zeros((8, 2, dim)) for dim in (64, 80)]
     with pytest.raises(KernelFault, match="append"):
-        PagedKernels(1, 1, 64, 64, 16, mx.float32).append(*[mx.zeros((8, 1, 64))] * 2, *pools, mx.arange(8))
+        PagedKernels(2, 2, 64, 80, 16, mx.float32).append(*new, _pool(2, mx.float32, mx.float32, 0), mx.arange(8))
 
 
 @pytest.mark.parametrize(("group", "heads"), [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (12, 6), (16, 8), (11, 1)])
 def test_heads_of_a_group_are_split_evenly(group: int, heads: int) -> None:
     assert heads_per_group(group) == heads
+    # Lanes that read 16 numbers at once have registers for fewer heads.
+    few = heads_per_group(group, quantized=True)
+    assert few <= 4
+    assert group % few == 0
 
 
 def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
@@ -90,13 +126,16 @@ def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "dtype", "fits"),
+    ("key", "value", "dtype", "stored", "fits"),
     [
-        (64, 64, mx.bfloat16, True),
-        (68, 68, mx.float32, True),
-        (68, 68, mx.float16, False),
-        (288, 256, mx.float32, False),
+        (64, 64, mx.bfloat16, mx.bfloat16, True),
+        (68, 68, mx.float32, None, True),
+        (68, 68, mx.float16, None, False),
+        (288, 256, mx.float32, None, False),
+        (80, 96, mx.bfloat16, mx.int8, True),
+        (72, 72, mx.bfloat16, mx.bfloat16, True),
+        (72, 72, mx.bfloat16, mx.int8, False),
     ],
 )
-def test_what_the_kernels_take(key: int, value: int, dtype: mx.Dtype, fits: bool) -> None:
-    assert PagedKernels.supports(key, value, dtype) is fits
+def test_what_the_kernels_take(key: int, value: int, dtype: mx.Dtype, stored: mx.Dtype | None, fits: bool) -> None:
+    assert PagedKernels.supports(key, value, dtype, stored) is fits
