@@ -69,6 +69,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int_list, default=[512], help="tokens in each prompt (default: 512)")
     parser.add_argument("--batches", type=int_list, default=[1, 8, 32, 128, 256], help="sequences at once")
     parser.add_argument("--arms", default="recorded,gather", help=f"of {', '.join(ARMS)} (default: recorded,gather)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the sampler (default: 0, greedy)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the sampler (default: 1, off)")
     parser.add_argument("--rounds", type=positive_int, default=3, help="of each (default: 3)")
     parser.add_argument("--out", type=Path, default=Path("bench-results/decode.json"), help="where the JSON goes")
     args = parser.parse_args(argv)
@@ -101,9 +103,8 @@ def random_model(shape: str) -> LoadedModel:
     )
 
 
-def run(engine: Engine, batch: int, context: int, rng: np.random.Generator) -> dict[str, Any]:
+def run(engine: Engine, batch: int, context: int, rng: np.random.Generator, sampling: SamplingParams) -> dict[str, Any]:
     """One batch through the engine: milliseconds of a step in which all decode, and prefill tokens/s."""
-    sampling = SamplingParams(max_tokens=_STEPS + 8, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         prompt = tuple(rng.integers(10, 100_000, context).tolist())
         engine.add_request(Request(f"{time.monotonic_ns()}-{i}", prompt, sampling))
@@ -131,7 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = new_result("decode")
     if result is None:
         return 2
-    result["command"] = {"shape": args.shape, "contexts": args.contexts, "batches": args.batches, "arms": args.arms}
+    sampling = SamplingParams(_STEPS + 8, args.temperature, top_p=args.top_p, ignore_eos=True)
+    result["command"] = {
+        "shape": args.shape,
+        "contexts": args.contexts,
+        "batches": args.batches,
+        "arms": args.arms,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+    }
     cases, rows = [], []
     largest, longest = max(args.batches), max(args.contexts)
     for arm in args.arms:
@@ -152,8 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rng = np.random.default_rng(0)
         for context in args.contexts:
             for batch in args.batches:
-                run(engine, batch, context, rng)
-                rounds = [run(engine, batch, context, rng) for _ in range(args.rounds)]
+                run(engine, batch, context, rng, sampling)
+                rounds = [run(engine, batch, context, rng, sampling) for _ in range(args.rounds)]
                 step = statistics.median(r["step_ms"] for r in rounds)
                 prefill = statistics.median(r["prefill_tokens_per_s"] for r in rounds)
                 cases.append({"arm": arm, "context": context, "batch": batch, "step_ms": step, "rounds": rounds})

@@ -7,14 +7,17 @@ dozen shapes cover all steps, and the graph of each is built once instead of in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.attention.kernels.paged import sample_rows
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.paged_model import PagedModel
+from mlx_engine.sampler import NUM_OPTIONS, sampling_options
 
 _MIN_TABLE_WIDTH = 8
 
@@ -54,9 +57,9 @@ def width_bucket(num_pages: int) -> int:
 
 
 class CompiledDecode:
-    """Runs decode steps through compiled functions; with `has_drafter` also those that have drafts."""
+    """Runs decode steps, sampler included, through compiled functions; with `has_drafter` also those with drafts."""
 
-    NUM_COLUMNS = 3  # of `indices`, before the block table
+    NUM_COLUMNS = NUM_OPTIONS + 3  # of `indices`, before the block table
 
     def __init__(
         self,
@@ -73,25 +76,22 @@ class CompiledDecode:
         self.max_width = width_bucket(max_pages)
         self._last_out: mx.array | None = None
         self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
-        self._greedy = mx.compile(self._sample_best)
-        self._logits = mx.compile(self._forward)
-        self._checked = mx.compile(self._check_drafts) if has_drafter else None
+        self.step = mx.compile(self._step)
+        self._checked = mx.compile(partial(self._step, has_drafts=True)) if has_drafter else None
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether this is a step of decode rows only, each of which gives a sample; with drafts, a greedy one."""
-        if batch.prefill_chunks or not 0 < batch.num_rows == len(batch.samples) <= self.max_rows:
+        """Whether this is a step of decode rows only, each of which gives a sample."""
+        if batch.num_drafts and self._checked is None:
             return False
-        if not batch.num_drafts:
-            return True
-        return self._checked is not None and all(seq.sampling.is_greedy for seq in batch.samples)
+        return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
 
     def padded(self, sampled: mx.array) -> mx.array:
         """The samples with padding after them, as the next step takes them."""
         missing = self.max_rows - sampled.shape[0]
         return mx.pad(sampled, (0, missing)) if missing > 0 else sampled
 
-    def __call__(self, batch: InputBatch, last_sampled: mx.array | None, greedy: bool) -> mx.array:
-        """Token ids [rows] uint32 of a batch that it takes, or logits [rows, V]; rows beyond the batch's are padding.
+    def __call__(self, batch: InputBatch, last_sampled: mx.array | None) -> mx.array:
+        """Token ids [rows] uint32 of a batch that it takes; rows beyond the batch's are padding.
 
         last_sampled [max_rows] are the samples that batch.feedback indexes, as `padded` gives them.
         """
@@ -102,30 +102,28 @@ class CompiledDecode:
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
-        run = self._greedy if greedy else self._logits
-        if batch.num_drafts and self._checked is not None:
-            run = self._checked
+        run = self._checked if batch.num_drafts and self._checked is not None else self.step
         self._last_out = run(meta, last_sampled)
         self._backend.lead(self._last_out)
         return self._last_out
 
     @staticmethod
     def indices(batch: InputBatch, num_rows: int, width: int) -> IntArray:
-        """A step's input [num_rows, NUM_COLUMNS + width]: token, sample to take or -1, length, block table."""
-        out = np.zeros((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
-        # Padding rows have length 0, and block tables end in the scratch block.
-        out[:, 1] = -1
-        rows = out[: batch.num_rows]
-        rows[:, 0] = batch.token_ids
-        if batch.feedback is not None:
-            rows[:, 1] = batch.feedback
-        rows[:, 2] = batch.seq_lens
-        rows[:, CompiledDecode.NUM_COLUMNS :][:, : batch.block_tables.shape[1]] = batch.block_tables
-        return out
+        """A step's input [num_rows, NUM_COLUMNS + width].
 
-    def best(self, indices: mx.array, last_sampled: mx.array) -> mx.array:
-        """The compiled greedy step on `indices` that are on the device already."""
-        out: mx.array = self._greedy(indices, last_sampled)
+        Its columns are the bits of the sampling options, token, sample to take or -1, length, block table.
+        """
+        out = np.zeros((num_rows, CompiledDecode.NUM_COLUMNS + width), np.int32)
+        # Padding rows are greedy and have length 0, and block tables end in the scratch block.
+        token, feedback, length = range(NUM_OPTIONS, CompiledDecode.NUM_COLUMNS)
+        out[:, feedback] = -1
+        rows = out[: batch.num_rows]
+        rows[:, :NUM_OPTIONS] = sampling_options(batch.samples).view(np.int32)
+        rows[:, token] = batch.token_ids
+        if batch.feedback is not None:
+            rows[:, feedback] = batch.feedback
+        rows[:, length] = batch.seq_lens
+        rows[:, CompiledDecode.NUM_COLUMNS :][:, : batch.block_tables.shape[1]] = batch.block_tables
         return out
 
     def forget(self) -> None:
@@ -134,7 +132,7 @@ class CompiledDecode:
 
     def warm_up(self, only_drafts: bool = False) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
-        functions = [self._checked] if only_drafts else [self._greedy, self._checked]
+        functions = [self._checked] if only_drafts else [self.step, self._checked]
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
         runs = [(run, n, width) for run in functions if run is not None for n in self.row_buckets for width in widths]
         for done, (run, num_rows, width) in enumerate(runs, 1):
@@ -142,16 +140,11 @@ class CompiledDecode:
             self.forget()
             yield done / len(runs)
 
-    def _forward(self, meta: mx.array, last_sampled: mx.array, has_drafts: bool = False) -> mx.array:
-        host, feedback, lens = (meta[:, i] for i in range(3))
+    def _step(self, meta: mx.array, last_sampled: mx.array, has_drafts: bool = False) -> mx.array:
+        host, feedback, lens = (meta[:, i] for i in range(NUM_OPTIONS, self.NUM_COLUMNS))
         fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
         tokens = mx.where(feedback >= 0, fed_back, host)
         tables = mx.contiguous(meta[:, self.NUM_COLUMNS :])
         views = self._backend.decode_views(tables, mx.contiguous(lens), has_drafts)
-        return self._model(tokens, views, None)
-
-    def _sample_best(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
-        return mx.argmax(self._forward(meta, last_sampled), axis=-1)
-
-    def _check_drafts(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
-        return mx.argmax(self._forward(meta, last_sampled, has_drafts=True), axis=-1)
+        # All of `meta`, which the kernel reads the first columns of: a slice might be too small for it.
+        return sample_rows(self._model(tokens, views, None), meta.view(mx.float32))

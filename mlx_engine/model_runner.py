@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 
+from mlx_engine.attention.fused import kernels_run_here
+from mlx_engine.attention.kernels.paged import sample_rows
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.input_batch import InputBatch, build_input_batch
 from mlx_engine.interfaces import AttentionBackend, StepHandle
 from mlx_engine.native.graphs import Fetch
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.recorded_decode import RecordedDecode
-from mlx_engine.sampler import build_sampling_batch, sample
+from mlx_engine.sampler import build_sampling_batch, sample, sampling_options
 from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 def _output(step: int, request_ids: Sequence[str], draft_samples: range, tokens: Sequence[int]) -> ModelRunnerOutput:
@@ -92,8 +97,8 @@ class MLXModelRunner:
     """The ModelRunner for mlx-lm models.
 
     With `compiled`, steps of decode rows only run as compiled functions, and every step is handed to the device as soon
-    as it is built: the backend's pools are written in place, in an order that data flow keeps. With `recorded` the
-    greedy ones of them are launched from recordings, and all samples go through its array.
+    as it is built: the backend's pools are written in place, in an order that data flow keeps. With `recorded` they are
+    launched from recordings, and all samples go through its array.
     """
 
     def __init__(
@@ -119,23 +124,32 @@ class MLXModelRunner:
     def warm_up(self) -> Iterator[float]:
         """Compiles what can be compiled; yields the share that is done."""
         if self._recorded is not None:
-            yield from self._recorded.warm_up()
-            if self._compiled is not None:
-                yield from self._compiled.warm_up(only_drafts=True)
-        elif self._compiled is not None:
+            try:
+                yield from self._recorded.warm_up()
+                if self._compiled is not None:
+                    yield from self._compiled.warm_up(only_drafts=True)
+                return
+            except RuntimeError as error:
+                logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
+                self._recorded = None
+        if self._compiled is not None:
+            # What a refused recording has left.
+            self._compiled.forget()
             yield from self._compiled.warm_up()
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """See ModelRunner."""
         batch = build_input_batch(output, self._block_size, self._last_request_ids)
         request_ids = [seq.request_id for seq in batch.samples]
-        recorded = self._recorded
-        if recorded is not None and recorded.takes(batch):
+        recorded, compiled = self._recorded, self._compiled
+        is_compiled = compiled is not None and compiled.takes(batch)
+        if recorded is not None and is_compiled and not batch.num_drafts:
             self._counts["recorded"] += 1
             self._last_sampled, self._last_request_ids = recorded.samples, request_ids
             return FetchedStepHandle(output.step, request_ids, recorded.launch(batch))
-        if self._compiled is not None and self._compiled.takes(batch):
-            sampled: mx.array | None = self._run_compiled(self._compiled, batch)
+        if compiled is not None and is_compiled:
+            self._counts["compiled"] += 1
+            sampled: mx.array | None = compiled(batch, self._last_sampled)
         else:
             sampled = self._run(batch)
         if batch.num_drafts:
@@ -150,11 +164,11 @@ class MLXModelRunner:
             return FetchedStepHandle(
                 output.step, request_ids, recorded.publish(sampled.astype(mx.uint32), *self._backend.state())
             )
-        if self._compiled is not None and sampled is not None:
-            sampled = self._compiled.padded(sampled)
+        if compiled is not None and sampled is not None:
+            sampled = compiled.padded(sampled)
         self._last_sampled, self._last_request_ids = sampled, request_ids
         handle = MLXStepHandle(output.step, request_ids, sampled, self._backend.state())
-        if self._compiled is not None:
+        if compiled is not None:
             handle.launch()
         return handle
 
@@ -173,10 +187,6 @@ class MLXModelRunner:
         logits = self._model(token_ids, self._backend.begin_step(batch), rows)
         if not batch.samples:
             return None
+        if kernels_run_here():
+            return sample_rows(logits, mx.array(sampling_options(batch.samples)))
         return sample(logits, build_sampling_batch(batch.samples, self._vocab_size))
-
-    def _run_compiled(self, compiled: CompiledDecode, batch: InputBatch) -> mx.array:
-        self._counts["compiled"] += 1
-        options = build_sampling_batch(batch.samples, self._vocab_size)
-        out = compiled(batch, self._last_sampled, greedy=options is None)
-        return out if options is None else sample(out[: batch.num_rows], options)

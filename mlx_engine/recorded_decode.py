@@ -22,7 +22,7 @@ _SHORT_TOKENS = 1024
 
 
 class RecordedDecode:
-    """Runs greedy decode steps from recordings; everything else goes to CompiledDecode or the model itself."""
+    """Runs decode steps from recordings."""
 
     def __init__(self, compiled: CompiledDecode, graphs: Graphs, block_size: int) -> None:
         self._compiled = compiled
@@ -45,16 +45,8 @@ class RecordedDecode:
             self._compiled.forget()
             yield done / len(shapes)
 
-    def takes(self, batch: InputBatch) -> bool:
-        """Whether a recording can run this batch, all of whose rows are greedy and none of which is a draft."""
-        return (
-            not batch.num_drafts
-            and self._compiled.takes(batch)
-            and all(seq.sampling.is_greedy for seq in batch.samples)
-        )
-
     def launch(self, batch: InputBatch) -> Fetch:
-        """Hands the step to the GPU; the samples of the batch's rows, once they are there."""
+        """Hands a step that CompiledDecode takes to the GPU; the samples of the batch's rows, once they are there."""
         num_rows = row_bucket(batch.num_rows)
         used = batch.block_tables.shape[1]
         width = next(width for width in self._widths if width >= used)
@@ -72,4 +64,4 @@ class RecordedDecode:
         return self._graphs.fetch(self.samples, sampled.shape[0])
 
     def _step(self, indices: mx.array) -> mx.array:
-        return publish(self._compiled.best(indices, self.samples), self.samples)
+        return publish(self._compiled.step(indices, self.samples), self.samples)

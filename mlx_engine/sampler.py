@@ -2,7 +2,8 @@
 
 A row draws one uniform number, from a hash of its request's seed and the position in its output, and takes the token
 at which the cumulated probability passes it. The draw thus depends on nothing else in the batch. Filters are found as
-thresholds on the logits by bisection, which needs no sort of the vocabulary.
+thresholds on the logits by bisection, which needs no sort of the vocabulary. A GPU does the same in one kernel
+(`attention/kernels/sample.inc`), which takes `sampling_options`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_engine.mathops import fast_exp
-from mlx_engine.types import SamplingParams, ScheduledSequence
+from mlx_engine.types import ScheduledSequence
 
 # Bisection halves a range of 60 nats this often: what remains is below a float32's rounding of a logit.
 _BISECTIONS = 26
 _RANGE = 60.0
 _LOWEST = 2**-40
+_MIN_TEMPERATURE = 1e-5
+_MOST_TOKENS = 2**24  # more than any vocabulary has, and exact in float32
+NUM_OPTIONS = 5
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position in the output only."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
+def uniforms(places: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) that depend on a seed and a position in the output only, one for each such pair."""
+    digests = b"".join([hashlib.blake2b(b"%d:%d" % place, digest_size=8).digest() for place in places])
+    return np.frombuffer(digests, "<u8") / 2.0**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +46,45 @@ class SamplingBatch:
     log_min_p: mx.array | None  # [R, 1] natural logarithms
 
 
-def build_sampling_batch(sequences: Sequence[ScheduledSequence], vocab_size: int) -> SamplingBatch | None:
-    """The options of the rows that are not greedy, or None if all are."""
+def sampling_options(sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.float32]:
+    """[S, NUM_OPTIONS] temperature (0: greedy), uniform number, top_k (0: off), top_p, logarithm of min_p.
+
+    What the sampling kernel takes; rows that are greedy have no other options than that.
+    """
+    out = np.zeros((len(sequences), NUM_OPTIONS), np.float32)
     rows = [i for i, seq in enumerate(sequences) if not seq.sampling.is_greedy]
     if not rows:
-        return None
+        return out
     chosen = [sequences[i] for i in rows]
     params = [seq.sampling for seq in chosen]
-    draws = [uniform(seq.seed, seq.num_output_tokens) for seq in chosen]
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    min_p = np.array([p.min_p for p in params])
+    columns = [
+        np.maximum([p.temperature for p in params], _MIN_TEMPERATURE),
+        uniforms([(seq.seed, seq.num_output_tokens) for seq in chosen]),
+        [max(0, min(p.top_k, _MOST_TOKENS)) for p in params],
+        [p.top_p for p in params],
+        np.log(min_p, out=np.full(len(rows), -2 * _RANGE), where=min_p > 0),
+    ]
+    out[rows] = np.array(columns).T
+    return out
+
+
+def build_sampling_batch(sequences: Sequence[ScheduledSequence], vocab_size: int) -> SamplingBatch | None:
+    """The options of the rows that are not greedy, or None if all are."""
+    options = sampling_options(sequences)
+    rows = np.flatnonzero(options[:, 0])
+    if not len(rows):
+        return None
+    temperature, draws, top_k, top_p, log_min_p = options[rows].T[:, :, None]
+    is_cut = (top_k > 0) & (top_k < vocab_size)
     return SamplingBatch(
-        rows=mx.array(np.asarray(rows, np.uint32)),
-        uniforms=_column(draws),
-        temperatures=_column([p.temperature for p in params]),
-        top_k=_column(top_k) if any(k < vocab_size for k in top_k) else None,
-        top_p=_column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-        log_min_p=_column([_log(p) for p in params]) if any(p.min_p > 0 for p in params) else None,
+        rows=mx.array(rows.astype(np.uint32)),
+        uniforms=mx.array(draws),
+        temperatures=mx.array(temperature),
+        top_k=mx.array(np.where(is_cut, top_k, np.float32(vocab_size))) if is_cut.any() else None,
+        top_p=mx.array(top_p) if (top_p < 1).any() else None,
+        log_min_p=mx.array(log_min_p) if (log_min_p > -_RANGE).any() else None,
     )
-
-
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(np.asarray(values, np.float32)[:, None])
-
-
-def _log(params: SamplingParams) -> float:
-    return float(np.log(params.min_p)) if params.min_p > 0 else -2 * _RANGE
 
 
 def sample(logits: mx.array, batch: SamplingBatch | None) -> mx.array:
@@ -82,7 +101,7 @@ def sample(logits: mx.array, batch: SamplingBatch | None) -> mx.array:
 
 def _draw(logits: mx.array, batch: SamplingBatch) -> mx.array:
     # Centred before scaling, so that a tiny temperature gives -inf beside 0, never inf - inf.
-    x = (logits - logits.max(axis=-1, keepdims=True)) / mx.maximum(batch.temperatures, 1e-5)
+    x = (logits - logits.max(axis=-1, keepdims=True)) / batch.temperatures
     x = mx.maximum(x, -_RANGE)
     weights = fast_exp(x)
     if batch.log_min_p is not None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_engine.sampler import SamplingBatch, build_sampling_batch, sample, uniform
+from mlx_engine.sampler import SamplingBatch, build_sampling_batch, sample, uniforms
 from mlx_engine.types import SamplingParams, ScheduledSequence
 
 Array = npt.NDArray[np.float64]
@@ -102,12 +102,20 @@ def test_frequencies_pass_a_chi_square_test() -> None:
 
 
 def test_uniform_numbers_fill_the_unit_interval_and_differ_by_seed_and_position() -> None:
-    draws = np.array([[uniform(seed, position) for position in range(200)] for seed in range(50)])
+    draws = uniforms([(seed, position) for seed in range(50) for position in range(200)]).reshape(50, 200)
     assert ((draws >= 0) & (draws < 1)).all()
     assert len(np.unique(draws)) == draws.size
     counts = np.histogram(draws, bins=20, range=(0, 1))[0]
     assert ((counts - 500) ** 2 / 500).sum() < 43.8  # 0.999 quantile at 19 degrees of freedom
     assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.05
+
+
+def test_a_seed_gives_the_same_numbers_in_every_version() -> None:
+    assert uniforms([(0, 0), (7, 3), (2**63, 4095)]).tolist() == [
+        0.38599261070940977,
+        0.5648628684101832,
+        0.3542377482242889,
+    ]
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_beside_any_rows_in_any_order() -> None:

@@ -13,6 +13,11 @@
 #define QUIRE_GROUP_Y int(blockIdx.y)
 #define QUIRE_GROUP_Z int(blockIdx.z)
 #define QUIRE_GROUPS_X int(gridDim.x)
+// Integers in shared memory that all lanes may add to.
+#define QUIRE_COUNTER unsigned
+#define QUIRE_RESET(counter) (counter) = 0
+#define QUIRE_COUNT(counter, amount) atomicAdd(&(counter), amount)
+#define QUIRE_COUNTED(counter) (counter)
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

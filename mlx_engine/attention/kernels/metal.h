@@ -13,6 +13,11 @@
 #define QUIRE_GROUP_Y int(quire_group.y)
 #define QUIRE_GROUP_Z int(quire_group.z)
 #define QUIRE_GROUPS_X int(quire_groups.x)
+// Integers in shared memory that all lanes may add to.
+#define QUIRE_COUNTER atomic_uint
+#define QUIRE_RESET(counter) atomic_store_explicit(&(counter), 0u, memory_order_relaxed)
+#define QUIRE_COUNT(counter, amount) atomic_fetch_add_explicit(&(counter), amount, memory_order_relaxed)
+#define QUIRE_COUNTED(counter) atomic_load_explicit(&(counter), memory_order_relaxed)
 
 namespace quire {
 

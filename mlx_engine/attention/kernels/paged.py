@@ -22,6 +22,9 @@ _LOG2_E = math.log2(math.e)
 # Warps of a threadgroup of `decode`, how often each reads before it computes, and threads of one of the others.
 DECODE_WARPS = 4
 DECODE_UNROLL = 4
+# The same for `sample`. With more to read its registers are too few for 1,024 threads; Metal doesn't promise those.
+SAMPLE_WARPS = 16 if mx.metal.is_available() else 32
+SAMPLE_UNROLL = 2
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
@@ -55,6 +58,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "decode": (("decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
     "decode_split": (("decode.inc", "decode_split.inc"), _INPUTS[:-1], ("partial_sums", "partial_stats")),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
+    "sample": (("sample.inc",), ("logits", "options"), ("out",)),
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
     "append": (
         ("append.inc",),
@@ -99,8 +103,9 @@ def _kernel(name: str) -> Any:
         output_names=list(outputs),
         source=kernel_text(name, dialect),
         header=dialect_header(dialect),
-        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes.
-        ensure_row_contiguous=False,
+        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes. Of
+        # logits a model may give a slice, which is rare.
+        ensure_row_contiguous=name == "sample",
     )
 
 
@@ -269,6 +274,30 @@ class PagedKernels:
             output_dtypes=[self.dtype, self.dtype],
         )
         return keys, values
+
+
+def sample_rows(logits: mx.array, options: mx.array) -> mx.array:
+    """The next token of each row [B] uint32, for logits [B, V] and options [B, 5 or more] float32.
+
+    The first columns of options are those of `sampler.sampling_options`; rows whose temperature is 0 take the best
+    token.
+    """
+    num_rows, vocab_size = logits.shape
+    threads = 32 * SAMPLE_WARPS
+    out: mx.array = _kernel("sample")(
+        inputs=[logits, _padded(options)],
+        template=[
+            ("T", logits.dtype),
+            ("VOCAB_SIZE", vocab_size),
+            ("WARPS", SAMPLE_WARPS),
+            ("UNROLL", SAMPLE_UNROLL),
+        ],
+        grid=(num_rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(num_rows,)],
+        output_dtypes=[mx.uint32],
+    )[0]
+    return out
 
 
 def publish(sampled: mx.array, samples: mx.array) -> mx.array:

@@ -33,6 +33,7 @@ _HOST_TYPES = {
     mx.bfloat16: "quire::bfloat16",
     mx.int32: "int",
     mx.int8: "int8_t",
+    mx.uint32: "uint32_t",
 }
 
 Template = Sequence[tuple[str, Any]]
@@ -59,7 +60,9 @@ class _Executor:
     ) -> list[mx.array]:
         # Poisoned: an element that no lane writes shows.
         outputs = [
-            mx.full(shape, float("nan") if mx.issubdtype(dtype, mx.floating) else -7, dtype)
+            mx.full(shape, float("nan"), dtype)
+            if mx.issubdtype(dtype, mx.floating)
+            else mx.full(shape, -7, mx.int32).view(dtype)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         mx.eval(inputs, outputs)
@@ -169,18 +172,18 @@ def _library(source: str) -> Callable[..., int]:
     return run
 
 
-def _on_host(array: mx.array) -> np.ndarray:
+def on_host(array: mx.array) -> np.ndarray:
     """The array's own memory."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
 def _address(array: mx.array) -> int:
-    return int(_on_host(array).ctypes.data)
+    return int(on_host(array).ctypes.data)
 
 
 def _strides(array: mx.array) -> list[int]:
     """In elements."""
-    return [stride // array.dtype.size for stride in _on_host(array).strides]
+    return [stride // array.dtype.size for stride in on_host(array).strides]
 
 
 def _pointers(arrays: Sequence[Any]) -> Any:

@@ -58,6 +58,19 @@ inline float simd_shuffle_xor(float value, ushort mask) {
   return simt::Threadgroup::current_group()->shuffle_xor(value, mask);
 }
 
+// Lanes take turns, so nothing has to be atomic; a plain operator on one of these doesn't compile, as in Metal.
+struct atomic_uint {
+  uint value_;
+};
+enum memory_order { memory_order_relaxed };
+inline uint atomic_load_explicit(const atomic_uint* counter, memory_order) { return counter->value_; }
+inline void atomic_store_explicit(atomic_uint* counter, uint value, memory_order) { counter->value_ = value; }
+inline uint atomic_fetch_add_explicit(atomic_uint* counter, uint amount, memory_order) {
+  const uint before = counter->value_;
+  counter->value_ += amount;
+  return before;
+}
+
 namespace metal {
 inline float exp2(float x) { return std::exp2(x); }
 inline float rint(float x) { return std::rint(x); }

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine.attention import fused
+from mlx_engine import model_runner
 from mlx_engine.attention.fused import FusedBackend, FusedStep
-from mlx_engine.attention.kernels import PagedKernels, paged
+from mlx_engine.attention.kernels import PagedKernels
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
-from tests.mlx_engine.kernels.executors import HostKernel
+from tests.mlx_engine.kernels.fake_graphs import FakeGraphs
 from tests.mlx_engine.test_drafts import Replay, answers
 from tests.parity.tiny_models import TINY
 from tests.parity.tiny_models import build as build_model
 
-
-@pytest.fixture
-def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-    monkeypatch.setattr(fused, "kernels_run_here", lambda: True)
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+_OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.8, "top_p": 0.8},
+]
 
 
 def _engine(name: str, **options: object) -> Engine:
@@ -44,15 +38,13 @@ def _engine(name: str, **options: object) -> Engine:
 
 
 def _tokens(engine: Engine) -> dict[str, list[int]]:
-    """Prompts of several lengths, some longer than a step, one of them drawn and not greedy."""
+    """Prompts of several lengths, some longer than a step, two of them greedy and the others drawn."""
     rng = np.random.default_rng(5)
     tokens: dict[str, list[int]] = {}
     for i, length in enumerate((3, 30, 17, 1, 21)):
         prompt = tuple(rng.integers(3, 90, length).tolist())
-        temperature = 0.9 if i == 3 else 0.0
-        engine.add_request(
-            Request(str(i), prompt, SamplingParams(max_tokens=5, temperature=temperature, seed=i, ignore_eos=True))
-        )
+        sampling = SamplingParams(max_tokens=5, seed=i, ignore_eos=True, **_OPTIONS[i])
+        engine.add_request(Request(str(i), prompt, sampling))
         tokens[str(i)] = []
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -61,18 +53,24 @@ def _tokens(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v2"])
-def test_the_same_tokens_as_by_gathering(kernels_on_host: None, name: str, kv: str, compiled: bool) -> None:
+def test_the_same_tokens_as_by_gathering(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, name: str, kv: str, how: str
+) -> None:
+    """Those of MLX's operations, sampler included, whether a step's rows are greedy or drawn."""
     expected = _tokens(_engine(name, attention_backend="gather", kv_cache_dtype=kv))
-    engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=compiled)
-    assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
+    monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)
+    if how == "recorded":
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(build, "load_graphs", FakeGraphs)
+    engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=how != "eager")
     assert _tokens(engine) == expected
     counts = engine.stats().dispatch
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
-    assert (counts.get("compiled", 0) > 0) is compiled
+    assert {path for path in ("compiled", "recorded") if counts.get(path)} == {how} - {"eager"}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,7 @@ def test_rows_with_drafts_are_stored_first_and_the_decode_kernel_takes_what_says
     def watched_decode(self: PagedKernels, *args: mx.array, **options: Any) -> mx.array:
         if calls and isinstance(calls[-1], mx.array):
             # Its own lengths, made anew after the kernel that stored.
-            calls.append((args[6] is not calls[-1], mx.array_equal(args[6], calls[-1]).item()))
+            calls.append((args[-1] is not calls[-1], mx.array_equal(args[-1], calls[-1]).item()))
         return decode(self, *args, **options)
 
     expected, _ = answers(_engine("llama_biases", attention_backend="gather"))

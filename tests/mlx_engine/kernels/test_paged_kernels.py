@@ -14,24 +14,11 @@ from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
 from mlx_engine.attention.kernels.reference import DecodeCase
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.types import LayerKVSpec
-from tests.mlx_engine.kernels.executors import HostKernel, KernelFault, MetalTextKernel
+from tests.mlx_engine.kernels.executors import HostKernel, KernelFault
 
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # float16 differs from the others in how it is loaded and stored only.
 _CASES = [*reference.cases(mx.float32), *reference.cases(mx.bfloat16), *reference.cases(mx.float16)[::5]]
-
-
-@pytest.fixture(params=["host", "metal", "gpu"])
-def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run."""
-    if request.param == "gpu":
-        if mx.default_device().type != mx.DeviceType.gpu:
-            pytest.skip("needs a GPU")
-        return "gpu"
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", {"host": HostKernel, "metal": MetalTextKernel}[request.param])
-    return str(request.param)
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)

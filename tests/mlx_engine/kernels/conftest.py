@@ -1,0 +1,43 @@
+"""Where kernels run in these tests."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_engine.attention import fused
+from mlx_engine.attention.kernels import paged
+from tests.mlx_engine.kernels.executors import HostKernel, MetalTextKernel
+
+# Of the sampling kernel: a GPU's 1,024 threads take the host's fibers long to begin with.
+_WARPS = 4
+
+
+@pytest.fixture(params=["host", "metal", "gpu"])
+def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels run."""
+    if request.param == "gpu":
+        if mx.default_device().type != mx.DeviceType.gpu:
+            pytest.skip("needs a GPU")
+        return "gpu"
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(paged, "_kernel", {"host": HostKernel, "metal": MetalTextKernel}[request.param])
+    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(paged, "_kernel", HostKernel)
+    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
+    monkeypatch.setattr(fused, "kernels_run_here", lambda: True)
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
