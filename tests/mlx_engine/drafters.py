@@ -36,11 +36,12 @@ class Malicious(Drafter):
 
     def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Any:
         right = reference_tokens(token_ids, max_tokens, self._vocab_size, self._domain(request_id))
-        too_many = [*right, *right, 1, 1]
+        # One more fits where many more would find no blocks.
+        too_many = [*right, 1]
         beyond, below = [*right[:-1], self._vocab_size], [*right[:-1], -1]
         others = [None, 7, "abc", [1.0], [None], iter(right), {1: 1}, [[1]]]
         wrong = [self._rng.randrange(self._vocab_size) for _ in range(max_tokens)]
-        return self._rng.choice([too_many, beyond, below, wrong, right, [], *others])
+        return self._rng.choice([too_many, too_many, beyond, below, wrong, right, [], *others])
 
 
 def make_drafter(name: str, vocab_size: int, domain: Domain, seed: int = 0) -> Drafter | None:

@@ -11,7 +11,7 @@ import pytest
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.interfaces import Drafter
-from mlx_engine.types import EngineStats, FinishReason, Request, SamplingParams
+from mlx_engine.types import EngineStats, FinishReason, Request, SamplingParams, SchedulerOutput
 from plugins import build
 from plugins.simulator import build_simulated_engine, reference_tokens
 from tests.mlx_engine.drafters import Oracle
@@ -157,6 +157,26 @@ def test_steps_that_overlap_are_drafted_from_the_token_on_the_device(overlap: bo
     assert tokens == reference_tokens((1, 2, 3), 12, VOCAB)
     assert sizes == [1, 10, 1], "the budget holds a token and nine drafts; the last token needs none"
     assert engine.stats().steps == 3
+
+
+@OVERLAP
+def test_drafts_are_charged_to_the_budget(overlap: bool) -> None:
+    """Three requests that all have more right drafts than there is room for: steps are full, and no fuller."""
+    sizes: list[int] = []
+
+    def step_time(output: SchedulerOutput) -> float:
+        sizes.append(output.num_tokens)
+        return 0.0
+
+    config = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, overlap=overlap)
+    drafter = Right(VOCAB, lambda request_id: "", 0)
+    engine = build_simulated_engine(config, vocab_size=VOCAB, drafter=drafter, step_time=step_time).engine
+    for name in "abc":
+        engine.add_request(Request(name, (1, 2), SamplingParams(max_tokens=20, temperature=0.0)))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert max(sizes) == 8
+    assert engine.stats().accepted_draft_tokens > 20
 
 
 @OVERLAP

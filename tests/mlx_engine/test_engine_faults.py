@@ -119,6 +119,12 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "if after is not None and self._overlap: after.handle.launch()\n"
         "    result = before.handle.wait() if before is not None else None\n",
     ),
+    "swaps blocks in a table": _table_not_copied,
+    "reports an end twice": _outputs_twice,
+}
+
+
+DRAFT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "keeps wrong drafts": edited(Scheduler, "_accept", "draft != state.token_ids[-1] or ", ""),
     "goes on after the end within a run": edited(Scheduler, "_accept", " or reason is not None", ""),
     "counts the last token of a run as computed": edited(
@@ -135,8 +141,6 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "runs any drafts": edited(DraftSource, "_makes_sense", "0 <= token < self._vocab_size", "True"),
     "runs any number of drafts": edited(DraftSource, "_makes_sense", "and len(guess) <= max_tokens", ""),
     "schedules before drafts are known": edited(Engine, "step", "before.step.has_drafts", "False"),
-    "swaps blocks in a table": _table_not_copied,
-    "reports an end twice": _outputs_twice,
 }
 
 
@@ -145,6 +149,13 @@ def test_the_state_machine_finds_it(fault: str, monkeypatch: pytest.MonkeyPatch)
     FAULTS[fault](monkeypatch)
     with pytest.raises(FOUND):
         run_engine_machine(max_examples=300, shrink=False)
+
+
+@pytest.mark.parametrize("fault", DRAFT_FAULTS)
+def test_the_state_machine_finds_it_in_drafts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DRAFT_FAULTS[fault](monkeypatch)
+    with pytest.raises(FOUND):
+        run_engine_machine(max_examples=400, drafters=("oracle", "malicious"), shrink=False)
 
 
 def test_patches_leave_a_working_engine_behind(monkeypatch: pytest.MonkeyPatch) -> None:
