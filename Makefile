@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode bench-kv-quality bench-gpu experiment compare docs clean
+.PHONY: help install test lint format bench bench-engine bench-serve bench-memory bench-kernels bench-metal bench-decode bench-kv-quality bench-drafts bench-gpu experiment compare docs clean
 
 UV_RUN := uv run
 ARGS ?=
@@ -45,6 +45,9 @@ bench-decode:  ## on a GPU: decode steps of the whole engine on random weights, 
 
 bench-kv-quality:  ## perplexity and greedy outputs with K/V in 8 bits, into bench-results/kv-quality.json
 	$(UV_RUN) python -m loadtest.bench_kv_quality $(ARGS)
+
+bench-drafts:  ## answers that repeat their prompt and free ones, with a drafter and without, into bench-results/drafts.json
+	$(UV_RUN) python -m loadtest.bench_drafts $(ARGS)
 
 bench-gpu:  ## on a GPU: against vLLM and mlx-lm, decode, prefill and mixed traffic, into bench-results/gpu.json
 	$(UV_RUN) python -m loadtest.bench_gpu $(ARGS)

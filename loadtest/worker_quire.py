@@ -17,6 +17,7 @@ from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.models.load import load_model
 from mlx_engine.models.resolve import resolve_model
+from mlx_engine.models.tokenizer import Tokenizer
 from mlx_engine.types import Request, SamplingParams
 from plugins.build import build_engine
 
@@ -73,6 +74,11 @@ class QuireWorker:
             "folder": str(resolve_model(settings.model)),
         }
 
+    def encode(self, model: str, questions: list[str]) -> list[list[int]]:
+        """Each question as the prompt of a chat, in token ids."""
+        tokenizer = Tokenizer(resolve_model(model))
+        return [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+
     def closed_loop(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> dict[str, Any]:
         """Serves the prompts greedily past end-of-sequence, `concurrency` at once, each next one when one ends."""
         engine = self.engine
@@ -82,7 +88,7 @@ class QuireWorker:
         pending = deque(enumerate(prompts))
         index: dict[str, int] = {}
         cached = preemptions = 0
-        before = engine.stats().dispatch
+        before = engine.stats()
         start = time.perf_counter()
         for _ in range(min(concurrency, len(pending))):
             self._add(pending, index, sampling)
@@ -99,13 +105,16 @@ class QuireWorker:
                     if pending:
                         self._add(pending, index, sampling)
         mx.synchronize()
-        after = engine.stats().dispatch
+        after = engine.stats()
         return {
             "tokens": tokens,
             "times": times,
             "cached_tokens": cached,
             "preemptions": preemptions,
-            "dispatch": {path: count - before.get(path, 0) for path, count in after.items()},
+            "dispatch": {path: count - before.dispatch.get(path, 0) for path, count in after.dispatch.items()},
+            "steps": after.steps - before.steps,
+            "draft_tokens": after.draft_tokens - before.draft_tokens,
+            "accepted_draft_tokens": after.accepted_draft_tokens - before.accepted_draft_tokens,
         }
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
@@ -128,6 +137,7 @@ def main() -> None:
     handlers: dict[str, Handler] = {
         "export": worker.export,
         "build": worker.build,
+        "encode": worker.encode,
         "run": worker.run,
         "closed_loop": worker.closed_loop,
     }

@@ -7,6 +7,7 @@ dozen shapes cover all steps, and the graph of each is built once instead of in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -26,8 +27,13 @@ class CompilableBackend(Protocol):
 
     compiles: bool
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> Sequence[LayerKVView]:
-        """The caches of a step of decode rows: block tables [B, P], lengths [B] with the new token, 0 for padding."""
+    def decode_views(
+        self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False
+    ) -> Sequence[LayerKVView]:
+        """The caches of a step of decode rows: block tables [B, P], lengths [B] with the new token, 0 for padding.
+
+        With drafts a row may see what other rows store.
+        """
 
     def follow(self, indices: mx.array) -> mx.array:
         """The same indices, computed after all that the step before did to the pools."""
@@ -51,11 +57,18 @@ def width_bucket(num_pages: int) -> int:
 
 
 class CompiledDecode:
-    """Runs decode steps, sampler included, through a compiled function."""
+    """Runs decode steps, sampler included, through compiled functions; with `has_drafter` also those with drafts."""
 
     NUM_COLUMNS = NUM_OPTIONS + 3  # of `indices`, before the block table
 
-    def __init__(self, model: PagedModel, backend: CompilableBackend, max_num_seqs: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: CompilableBackend,
+        max_num_seqs: int,
+        max_pages: int,
+        has_drafter: bool = False,
+    ) -> None:
         self._backend = backend
         self._model = model
         self.max_rows = max(row_bucket(max_num_seqs), 8)
@@ -64,9 +77,12 @@ class CompiledDecode:
         self._last_out: mx.array | None = None
         self._no_samples = mx.zeros((self.max_rows,), mx.uint32)
         self.step = mx.compile(self._step)
+        self._checked = mx.compile(partial(self._step, has_drafts=True)) if has_drafter else None
 
     def takes(self, batch: InputBatch) -> bool:
         """Whether this is a step of decode rows only, each of which gives a sample."""
+        if batch.num_drafts and self._checked is None:
+            return False
         return not batch.prefill_chunks and 0 < batch.num_rows == len(batch.samples) <= self.max_rows
 
     def padded(self, sampled: mx.array) -> mx.array:
@@ -86,7 +102,8 @@ class CompiledDecode:
         # A compiled step before this one is followed already: last_sampled is computed from what it gave.
         if not self._backend.leads(self._last_out):
             meta = self._backend.follow(meta)
-        self._last_out = self.step(meta, last_sampled)
+        run = self._checked if batch.num_drafts and self._checked is not None else self.step
+        self._last_out = run(meta, last_sampled)
         self._backend.lead(self._last_out)
         return self._last_out
 
@@ -113,19 +130,21 @@ class CompiledDecode:
         """Lets go of what tracing left behind: arrays of the trace, which no step must follow."""
         self._backend.lead(None)
 
-    def warm_up(self) -> Iterator[float]:
+    def warm_up(self, only_drafts: bool = False) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
+        functions = [self._checked] if only_drafts else [self.step, self._checked]
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
-        shapes = [(n, width) for n in self.row_buckets for width in widths]
-        for done, (num_rows, width) in enumerate(shapes, 1):
-            mx.eval(self.step(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
+        runs = [(run, n, width) for run in functions if run is not None for n in self.row_buckets for width in widths]
+        for done, (run, num_rows, width) in enumerate(runs, 1):
+            mx.eval(run(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
             self.forget()
-            yield done / len(shapes)
+            yield done / len(runs)
 
-    def _step(self, meta: mx.array, last_sampled: mx.array) -> mx.array:
+    def _step(self, meta: mx.array, last_sampled: mx.array, has_drafts: bool = False) -> mx.array:
         host, feedback, lens = (meta[:, i] for i in range(NUM_OPTIONS, self.NUM_COLUMNS))
         fed_back = last_sampled[mx.maximum(feedback, 0)].astype(mx.int32)
         tokens = mx.where(feedback >= 0, fed_back, host)
-        views = self._backend.decode_views(mx.contiguous(meta[:, self.NUM_COLUMNS :]), mx.contiguous(lens))
+        tables = mx.contiguous(meta[:, self.NUM_COLUMNS :])
+        views = self._backend.decode_views(tables, mx.contiguous(lens), has_drafts)
         # All of `meta`, which the kernel reads the first columns of: a slice might be too small for it.
         return sample_rows(self._model(tokens, views, None), meta.view(mx.float32))

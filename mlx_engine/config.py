@@ -55,6 +55,12 @@ class EngineConfig(BaseModel):
         "`gather`",
     )
     attention_backend_options: dict[str, Any] = Field(default_factory=dict, description="the backend's own arguments")
+    drafter: str = Field(
+        "none",
+        description="guesses greedy requests' next tokens, which a step then checks together; by entry-point name, "
+        "'none' turns it off",
+    )
+    drafter_options: dict[str, Any] = Field(default_factory=dict, description="the drafter's own arguments")
     cpu_backend: Literal["auto", "native", "blas"] = Field(
         "auto",
         description="what linear layers run on where MLX runs on the CPU: `native`, our own library, compiled at first "

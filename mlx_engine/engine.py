@@ -23,7 +23,7 @@ class Engine:
     """Serves requests step by step.
 
     With `overlap`, the next step is scheduled and built while the one before runs; its decode tokens come from the
-    device. Stop conditions are then seen one step late, and the extra token is dropped.
+    device. Stop conditions are then seen one step late, and the extra token is dropped. A step with drafts ends first.
     """
 
     def __init__(
@@ -76,6 +76,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Moves every scheduled request on by one step; returns what became known."""
         before, self._in_flight = self._in_flight, None
+        outputs: list[RequestOutput] = []
+        if before is not None and before.step.has_drafts:
+            outputs = self._scheduler.update_from_output(before.step, before.handle.wait(), self._clock())
+            before = None
         step = self._scheduler.schedule(self._clock(), must_progress=before is None)
         after = None
         if step is not None:
@@ -84,9 +88,8 @@ class Engine:
         if after is not None:
             after.handle.launch()  # before the host's own work, so that the device does not wait for it
             self._in_flight = after
-        outputs = []
         if before is not None and result is not None:
-            outputs = self._scheduler.update_from_output(before.step, result, self._clock())
+            outputs += self._scheduler.update_from_output(before.step, result, self._clock())
         if not self._overlap and after is not None:
             self._in_flight = None
             outputs += self._scheduler.update_from_output(after.step, after.handle.wait(), self._clock())

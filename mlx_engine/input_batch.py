@@ -5,6 +5,13 @@ Rows are tokens. Sequences that run one token come first (the decode rows), pref
     row            0   1   2   3   4   5   6   7
     sequence       a   b   c   d   d   d   e   e
                    `- decode -'   `-- chunks ---'
+
+A draft is a decode row of its own, after all that are none. Sequences with drafts come last among the decode rows, so
+that the rows which see what others of the same step store lie together (here b and c have drafts):
+
+    row            0   1   2   3   4   5   6   7   8
+    sequence       a   b   c   b   b   c   d   d   d
+                       `---- verify ---'
 """
 
 from __future__ import annotations
@@ -23,11 +30,15 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows whose block tables are of similar length, so that padding them costs little."""
+    """Decode rows whose block tables are of similar length, so that padding them costs little.
 
-    rows: IntArray  # [B] row numbers
+    Each of B tables is read by m rows: by 1, or by all rows of a sequence with drafts, in order. Where others have more
+    of them its last row stands there again.
+    """
+
+    rows: IntArray  # [B, m] row numbers
     block_tables: IntArray  # [B, max_blocks], padded with the scratch block
-    seq_lens: IntArray  # [B] tokens to attend to, the row's own included
+    seq_lens: IntArray  # [B, m] tokens to attend to, the row's own included
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class InputBatch:
     slot_mapping: IntArray  # [T] block id * block_size + offset: where the row's K/V goes
     block_size: int  # tokens
     num_decode_rows: int  # B; rows 0 to B - 1
+    num_drafts: tuple[int, ...]  # of each sequence that has some
     block_tables: IntArray  # [B, P] of the decode rows, padded with the scratch block
     seq_lens: IntArray  # [B] tokens to attend to, the row's own included
     prefill_chunks: tuple[PrefillChunk, ...]
@@ -67,9 +79,34 @@ class InputBatch:
         return len(self.token_ids)
 
     @property
+    def num_verify_rows(self) -> int:
+        """The last of the decode rows, of sequences with drafts: each sees K/V that others of them store."""
+        return len(self.num_drafts) + sum(self.num_drafts)
+
+    @property
+    def verify_rows(self) -> IntArray:
+        """[n, m] the rows of each sequence with drafts in order, its last one repeated. Made anew each time."""
+        counts = np.asarray(self.num_drafts, np.int32).reshape(-1, 1)
+        lone = self.num_decode_rows - self.num_verify_rows + np.arange(len(counts), dtype=np.int32)
+        first = self.num_decode_rows - counts.sum() + np.cumsum(counts, axis=0, dtype=np.int32) - counts
+        drafts = first + np.minimum(np.arange(counts.max(initial=0), dtype=np.int32), counts - 1)
+        return np.hstack([lone[:, None], drafts]).astype(np.int32)
+
+    @property
+    def draft_samples(self) -> range:
+        """Which of the samples are of drafts."""
+        end = int(np.searchsorted(self.sample_rows, self.num_decode_rows))
+        return range(end - sum(self.num_drafts), end)
+
+    @property
     def decode_groups(self) -> tuple[DecodeGroup, ...]:
         """The decode rows, split where padding to the longest would more than double the work. Made anew each time."""
-        return _group_decodes(self.block_tables, self.seq_lens, self.block_size)
+        lone = np.arange(self.num_decode_rows - self.num_verify_rows, dtype=np.int32)[:, None]
+        return tuple(
+            DecodeGroup(rows, self.block_tables[rows[:, -1], :width], self.seq_lens[rows])
+            for sequences in ((lone, self.verify_rows) if self.num_drafts else (lone,))
+            for rows, width in _group_decodes(sequences, self.seq_lens, self.block_size)
+        )
 
 
 def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Sequence[str] = ()) -> InputBatch:
@@ -79,17 +116,25 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
     """
     decodes = [seq for seq in output.sequences if seq.num_tokens == 1]
     chunks = [seq for seq in output.sequences if seq.num_tokens > 1]
-    num_decodes = len(decodes)
+    drafted = [seq for seq in decodes if seq.draft_token_ids]
+    if drafted:
+        decodes = [seq for seq in decodes if not seq.draft_token_ids] + drafted
+    num_lone = len(decodes)
+    drafts = [(seq, i, token) for seq in drafted for i, token in enumerate(seq.draft_token_ids, 1)]
+    num_decodes = num_lone + len(drafts)
     num_rows = num_decodes + sum([seq.num_tokens for seq in chunks])
     token_ids = np.zeros(num_rows, np.int32)
     feedback = np.full(num_rows, -1, np.int32)
     positions = np.empty(num_rows, np.int32)
     slots = np.empty(num_rows, np.int32)
     # All decode rows at once: with hundreds of them a loop over rows costs more than the step itself.
-    token_ids[:num_decodes] = [seq.token_ids[0] if seq.token_ids else 0 for seq in decodes]
-    feedback[:num_decodes] = _feedback(decodes, last_samples)
+    token_ids[:num_lone] = [seq.token_ids[0] if seq.token_ids else 0 for seq in decodes]
+    token_ids[num_lone:num_decodes] = [token for _, _, token in drafts]
+    feedback[:num_lone] = _feedback(decodes, last_samples)
     starts = positions[:num_decodes]
-    starts[:] = [seq.start for seq in decodes]
+    starts[:num_lone] = [seq.start for seq in decodes]
+    starts[num_lone:] = [seq.start + i for seq, i, _ in drafts]
+    decodes += [seq for seq, _, _ in drafts]
     blocks, offsets = np.divmod(starts, block_size)
     tables = _padded_tables(decodes, blocks + 1)
     slots[:num_decodes] = tables[np.arange(num_decodes), blocks] * block_size + offsets
@@ -116,6 +161,7 @@ def build_input_batch(output: SchedulerOutput, block_size: int, last_samples: Se
         slot_mapping=slots,
         block_size=block_size,
         num_decode_rows=num_decodes,
+        num_drafts=tuple([len(seq.draft_token_ids) for seq in drafted]),
         block_tables=tables,
         seq_lens=starts + 1,
         prefill_chunks=tuple(prefill),
@@ -147,8 +193,9 @@ def _padded_tables(decodes: Sequence[ScheduledSequence], used: IntArray) -> IntA
     return out
 
 
-def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tuple[DecodeGroup, ...]:
-    used = ((seq_lens + block_size - 1) // block_size).tolist()
+def _group_decodes(sequences: IntArray, seq_lens: IntArray, block_size: int) -> list[tuple[IntArray, int]]:
+    """The rows of the sequences [n, m] in groups, and how many blocks the longest of each has."""
+    used = ((seq_lens[sequences[:, -1]] + block_size - 1) // block_size).tolist()
     order = sorted(range(len(used)), key=used.__getitem__)
     groups = []
     while order:
@@ -157,6 +204,6 @@ def _group_decodes(tables: IntArray, seq_lens: IntArray, block_size: int) -> tup
         cut = next(i for i, row in enumerate(order) if 2 * used[row] >= longest)
         if sum(longest - used[row] for row in order[:cut]) <= longest:
             cut = 0
-        rows, order = np.asarray(sorted(order[cut:]), np.int32), order[:cut]
-        groups.append(DecodeGroup(rows=rows, block_tables=tables[rows, :longest], seq_lens=seq_lens[rows]))
-    return tuple(groups)
+        groups.append((sequences[sorted(order[cut:])], longest))
+        order = order[:cut]
+    return groups

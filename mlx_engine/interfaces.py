@@ -166,6 +166,28 @@ class PrefixCache(ABC):
         """Raises IntegrityError if the cache's own bookkeeping disagrees with itself. Optional; may be slow."""
 
 
+class Drafter(ABC):
+    """Guesses how a request goes on, so that one step can check several tokens. A wrong guess costs a row, no more.
+
+    Asked for greedy requests only: a guess is kept where it is what the model itself would have chosen.
+    Built as `cls(**options)`.
+    """
+
+    interface_version: ClassVar[int] = INTERFACE_VERSION
+
+    @abstractmethod
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """At most max_tokens (1 or more) token ids that may follow token_ids; none where there is no idea.
+
+        token_ids are all that is known of the request, prompt first: they only grow from call to call, by any number,
+        and show what became of the last guess. Must not keep or change them. Called in a step's way, so it must be
+        quick. A guess that is too long, or no list of token ids of the model's, is dropped as a whole and counted.
+        """
+
+    def on_request_finished(self, request_id: str) -> None:  # noqa: B027
+        """Told once for each request that ends, asked about or not: what is kept of it can go."""
+
+
 class LayerKVView(Protocol):
     """One layer's K/V for one step: what an mlx-lm model is given as that layer's `cache`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -23,15 +23,37 @@ from mlx_engine.types import ModelRunnerOutput, SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
+def _output(step: int, request_ids: Sequence[str], draft_samples: range, tokens: Sequence[int]) -> ModelRunnerOutput:
+    """The samples by request; those of drafts apart."""
+    if not draft_samples:
+        return ModelRunnerOutput(step, dict(zip(request_ids, tokens, strict=True)))
+    sampled: dict[str, int] = {}
+    after_drafts: dict[str, list[int]] = {}
+    for i, (request_id, token) in enumerate(zip(request_ids, tokens, strict=True)):
+        if i in draft_samples:
+            after_drafts.setdefault(request_id, []).append(token)
+        else:
+            sampled[request_id] = token
+    return ModelRunnerOutput(step, sampled, after_drafts)
+
+
 class MLXStepHandle:
     """A step as a lazy MLX graph."""
 
-    __slots__ = ("_arrays", "_launched", "_request_ids", "_sampled", "_step")
+    __slots__ = ("_arrays", "_draft_samples", "_launched", "_request_ids", "_sampled", "_step")
 
-    def __init__(self, step: int, request_ids: list[str], sampled: mx.array | None, state: list[mx.array]) -> None:
+    def __init__(
+        self,
+        step: int,
+        request_ids: list[str],
+        sampled: mx.array | None,
+        state: list[mx.array],
+        draft_samples: range = range(0),
+    ) -> None:
         self._step = step
         self._launched = False
         self._request_ids = request_ids
+        self._draft_samples = draft_samples
         self._sampled = sampled
         self._arrays = state if sampled is None else [sampled, *state]
 
@@ -50,8 +72,7 @@ class MLXStepHandle:
         self._arrays = []
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()  # type: ignore[assignment]
         # A compiled step has samples of padding rows too, after the others.
-        tokens = tokens[: len(self._request_ids)]
-        return ModelRunnerOutput(self._step, dict(zip(self._request_ids, tokens, strict=True)))
+        return _output(self._step, self._request_ids, self._draft_samples, tokens[: len(self._request_ids)])
 
 
 class FetchedStepHandle:
@@ -110,6 +131,8 @@ class MLXModelRunner:
             try:
                 for done in self._recorded.warm_up():
                     yield done / parts
+                if self._compiled is not None:
+                    yield from self._compiled.warm_up(only_drafts=True)
             except RuntimeError as error:
                 logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
                 self._recorded = self._recorded_chunks = None
@@ -132,22 +155,22 @@ class MLXModelRunner:
         batch = build_input_batch(output, self._block_size, self._last_request_ids)
         request_ids = [seq.request_id for seq in batch.samples]
         recorded, compiled = self._recorded, self._compiled
-        is_compiled = compiled is not None and compiled.takes(batch)
-        if recorded is not None and is_compiled:
-            self._counts["recorded"] += 1
+        fetch = self._launch_recorded(batch)
+        if recorded is not None and fetch is not None:
             self._last_sampled, self._last_request_ids = recorded.samples, request_ids
-            return FetchedStepHandle(output.step, request_ids, recorded.launch(batch))
-        if recorded is not None and self._recorded_chunks is not None and batch.prefill_chunks:
-            fetch = self._recorded_chunks.launch(batch)
-            if fetch is not None:
-                self._counts["recorded_chunks"] += 1
-                self._last_sampled, self._last_request_ids = recorded.samples, request_ids
-                return FetchedStepHandle(output.step, request_ids, fetch)
-        if compiled is not None and is_compiled:
+            return FetchedStepHandle(output.step, request_ids, fetch)
+        if compiled is not None and compiled.takes(batch):
             self._counts["compiled"] += 1
             sampled: mx.array | None = compiled(batch, self._last_sampled)
         else:
             sampled = self._run(batch)
+        if batch.num_drafts:
+            # Nothing is scheduled before its result is known, so no later step takes samples of it on the device.
+            self._last_sampled, self._last_request_ids = None, []
+            handle = MLXStepHandle(output.step, request_ids, sampled, self._backend.state(), batch.draft_samples)
+            if self._compiled is not None:
+                handle.launch()
+            return handle
         if recorded is not None and sampled is not None:
             self._last_sampled, self._last_request_ids = recorded.samples, request_ids
             return FetchedStepHandle(
@@ -160,6 +183,19 @@ class MLXModelRunner:
         if compiled is not None:
             handle.launch()
         return handle
+
+    def _launch_recorded(self, batch: InputBatch) -> Fetch | None:
+        """Hands the step to the device if a recording holds it."""
+        if self._recorded is None or self._compiled is None or batch.num_drafts:
+            return None
+        if self._compiled.takes(batch):
+            self._counts["recorded"] += 1
+            return self._recorded.launch(batch)
+        fetch = None
+        if self._recorded_chunks is not None and batch.prefill_chunks:
+            fetch = self._recorded_chunks.launch(batch)
+            self._counts["recorded_chunks"] += fetch is not None
+        return fetch
 
     def dispatch_counts(self) -> Mapping[str, int]:
         """See ModelRunner."""

@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mlx_engine.drafts import DraftSource
 from mlx_engine.errors import IntegrityError
 from mlx_engine.interfaces import KVCacheManager, SchedulerPolicy
 from mlx_engine.sequence import SequenceState, Step, StepSlot
@@ -56,6 +57,8 @@ class _Counters:
     wasted_tokens: int = 0
     rejected_proposals: int = 0
     stalled_steps: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class _Plan:
     budget: int  # in tokens at the start of a prompt
     slots: dict[str, StepSlot] = field(default_factory=dict)
     blocked: SequenceState | None = None  # the first waiting request that got no blocks in this step
+    num_drafts: int = 0
 
 
 class Scheduler:
@@ -84,6 +88,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
         chunk_halving_context: int | None = None,
+        drafts: DraftSource | None = None,
         seed: int = 0,
     ) -> None:
         self._policy = policy
@@ -97,6 +102,7 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._chunk = max_prefill_chunk or max_num_batched_tokens
         self._halving_context = chunk_halving_context
+        self._drafts = drafts
         self._random = random.Random(seed)
         self._states: dict[str, SequenceState] = {}
         self._running: dict[str, SequenceState] = {}
@@ -145,6 +151,8 @@ class Scheduler:
     def schedule(self, now: float, *, must_progress: bool = True) -> Step | None:
         """Decides the next step, or None when nothing can run now.
 
+        Not called while a step with drafts is in flight.
+
         `must_progress` says that no step is in flight: if the policy then starts nothing, its proposals are replaced
         by arrival order, and blocks are taken from the last admitted, so that no policy can hang the engine. Raises
         IntegrityError if even that starts nothing: the KV manager can't hold a request that it said would fit.
@@ -158,6 +166,8 @@ class Scheduler:
         if not plan.slots:
             return None
         self._counters.steps += 1
+        if self._drafts is not None:
+            self._add_drafts(plan, self._drafts)
         return self._commit(plan, now)
 
     def _fill_stalled(self, now: float) -> _Plan:
@@ -301,6 +311,23 @@ class Scheduler:
         self._waiting = {victim_id: victim, **self._waiting}
         self._counters.preemptions += 1
 
+    def _add_drafts(self, plan: _Plan, source: DraftSource) -> None:
+        """Lets greedy requests that decode check guesses, out of what all others left of the budget and the blocks."""
+        for request_id, slot in plan.slots.items():
+            state = slot.state
+            room = min(plan.budget, state.max_total_tokens - state.num_tokens - 1)
+            if room < 1 or slot.num_tokens > 1 or not slot.samples or not state.request.sampling.is_greedy:
+                continue
+            drafts = source.drafts(state, room)
+            if not drafts or not self._kv.allocate_slots(request_id, slot.start + 1 + len(drafts)):
+                continue
+            plan.slots[request_id] = StepSlot(
+                state, slot.epoch, slot.start, slot.num_tokens, slot.cost, slot.samples, drafts
+            )
+            plan.budget -= len(drafts)
+            plan.num_drafts += len(drafts)
+        self._counters.draft_tokens += plan.num_drafts
+
     def _commit(self, plan: _Plan, now: float) -> Step:
         sequences = []
         for request_id, slot in plan.slots.items():
@@ -318,6 +345,7 @@ class Scheduler:
                     num_output_tokens=state.num_output_tokens,
                     sampling=state.request.sampling,
                     seed=state.seed,
+                    draft_token_ids=slot.draft_token_ids,
                 )
             )
             if end <= state.num_prompt_tokens:
@@ -328,7 +356,8 @@ class Scheduler:
             if state.first_scheduled_time is None:
                 state.first_scheduled_time = now
             state.view = None
-        return Step(SchedulerOutput(self._counters.steps, tuple(sequences)), tuple(plan.slots.values()))
+        output = SchedulerOutput(self._counters.steps, tuple(sequences))
+        return Step(output, tuple(plan.slots.values()), has_drafts=plan.num_drafts > 0)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -341,34 +370,33 @@ class Scheduler:
                 self._counters.wasted_tokens += slot.samples
                 continue
             if slot.samples:
-                outputs.append(self._append(slot, result.sampled_token_ids, now))
-            if not state.finished:
+                outputs.append(self._append(slot, result, now))
+            else:
                 self._cache(slot)
         self._counters.generation_tokens += len(outputs)
         return outputs
 
-    def _append(self, slot: StepSlot, sampled: Mapping[str, int], now: float) -> RequestOutput:
+    def _append(self, slot: StepSlot, result: ModelRunnerOutput, now: float) -> RequestOutput:
         state = slot.state
-        request_id, sampling = state.request.request_id, state.request.sampling
-        token = sampled[request_id]
+        request_id = state.request.request_id
+        token = result.sampled_token_ids[request_id]
         state.token_ids.append(token)
+        reason = self._end_reason(state, token)
+        new_token_ids: tuple[int, ...] = (token,)
+        if slot.draft_token_ids and reason is None:
+            more, reason = self._accept(slot, result.after_drafts[request_id])
+            new_token_ids += more
         state.num_pending_tokens -= 1
         state.view = None
         if state.first_token_time is None:
             state.first_token_time = now
-        stops = token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
-        reason = None
-        if stops:
-            reason = FinishReason.STOP
-        elif len(state.token_ids) >= state.max_total_tokens:
-            reason = FinishReason.LENGTH
+        self._cache(slot, len(new_token_ids) - 1)
         if reason is not None:
-            self._cache(slot)
             self._finish(state)
             self._counters.finished += 1
         return RequestOutput(
             request_id=request_id,
-            new_token_ids=() if stops else (token,),
+            new_token_ids=new_token_ids[:-1] if reason is FinishReason.STOP else new_token_ids,
             finish_reason=reason,
             num_prompt_tokens=state.num_prompt_tokens,
             num_cached_tokens=state.num_cached_tokens or 0,
@@ -379,11 +407,36 @@ class Scheduler:
             num_preemptions=state.epoch,
         )
 
-    def _cache(self, slot: StepSlot) -> None:
+    def _accept(self, slot: StepSlot, after_drafts: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends what the model gave after each draft, up to the first that was wrong or the request's end."""
         state = slot.state
-        fills_block = slot.start % self._block_size + slot.num_tokens >= self._block_size
+        num_before = len(state.token_ids)
+        reason = None
+        for draft, token in zip(slot.draft_token_ids, after_drafts, strict=True):
+            if draft != state.token_ids[-1] or reason is not None:
+                break
+            state.token_ids.append(token)
+            reason = self._end_reason(state, token)
+        tokens = tuple(state.token_ids[num_before:])
+        self._counters.generation_tokens += len(tokens)
+        self._counters.accepted_draft_tokens += len(tokens)
+        if slot.epoch == state.epoch:
+            state.num_computed_tokens += len(tokens)
+        return tokens, reason
+
+    def _end_reason(self, state: SequenceState, token: int) -> FinishReason | None:
+        """Why a request ends with this token, its latest; None if it goes on."""
+        sampling = state.request.sampling
+        if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(state.token_ids) >= state.max_total_tokens else None
+
+    def _cache(self, slot: StepSlot, num_accepted: int = 0) -> None:
+        state = slot.state
+        num_tokens = slot.num_tokens + num_accepted
+        fills_block = slot.start % self._block_size + num_tokens >= self._block_size
         if slot.epoch == state.epoch and fills_block:
-            end = slot.start + slot.num_tokens
+            end = slot.start + num_tokens
             self._kv.cache_blocks(state.request.request_id, state.token_ids[:end], state.key)
 
     def _finish(self, state: SequenceState) -> None:
@@ -395,6 +448,8 @@ class Scheduler:
         self._running.pop(request_id, None)
         self._kv.free(request_id)
         self._policy.on_request_finished(view)
+        if self._drafts is not None:
+            self._drafts.forget(request_id)
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
@@ -418,7 +473,9 @@ class Scheduler:
             prefill_tokens=c.prefill_tokens,
             generation_tokens=c.generation_tokens,
             wasted_tokens=c.wasted_tokens,
-            rejected_proposals=c.rejected_proposals,
+            rejected_proposals=c.rejected_proposals + (self._drafts.num_rejected if self._drafts is not None else 0),
             stalled_steps=c.stalled_steps,
             dispatch=dict(dispatch),
+            draft_tokens=c.draft_tokens,
+            accepted_draft_tokens=c.accepted_draft_tokens,
         )

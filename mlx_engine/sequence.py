@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_engine.types import CacheKey, Request, RequestView, Row, SchedulerOutput
@@ -75,9 +76,10 @@ class StepSlot(Row, frozen=True):
     state: SequenceState
     epoch: int
     start: int
-    num_tokens: int
+    num_tokens: int  # without drafts
     cost: int  # taken from the step's budget
     samples: bool
+    draft_token_ids: Sequence[int] = ()  # guesses that the step checks
 
 
 @dataclass(slots=True)
@@ -86,3 +88,5 @@ class Step:
 
     output: SchedulerOutput
     slots: tuple[StepSlot, ...]
+    # How far its sequences come is known when it ends: nothing may be scheduled before.
+    has_drafts: bool = False

@@ -199,11 +199,13 @@ class ScheduledSequence(Row, frozen=True):
     num_tokens: int
     # The tokens, len num_tokens. Empty when the one token is the last step's sample, still on the device.
     token_ids: Sequence[int]
-    block_table: Sequence[int]  # covers at least start + num_tokens slots
+    block_table: Sequence[int]  # covers at least start + num_tokens slots, and those of the drafts
     samples: bool  # whether the last token's logits give a new token
     num_output_tokens: int  # before this step's sample: the position of the sample in the seeded stream
     sampling: SamplingParams
     seed: int  # the request's, or one that the engine drew for it
+    # Guesses of what follows, to run as well: after a lone token that samples only. Each gives a sample too.
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens in the step's forward pass."""
-        return sum(seq.num_tokens for seq in self.sequences)
+        return sum(seq.num_tokens + len(seq.draft_token_ids) for seq in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ class ModelRunnerOutput:
 
     step: int
     sampled_token_ids: Mapping[str, int] = field(default_factory=dict)
+    # Of sequences with drafts, what is sampled after each draft: worth something as far as the drafts were right.
+    after_drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +275,11 @@ class EngineStats:
     prefill_tokens: int  # tokens run through prefill chunks
     generation_tokens: int  # tokens sampled and kept
     wasted_tokens: int  # sampled one step after the end, dropped
-    rejected_proposals: int  # a policy's proposals that made no sense
+    rejected_proposals: int  # proposals of the scheduler policy or the drafter that made no sense
     stalled_steps: int  # steps in which the policy named nothing though nothing else could move
     dispatch: Mapping[str, int] = field(default_factory=dict)  # calls by attention path
+    draft_tokens: int = 0  # guessed by the drafter and run
+    accepted_draft_tokens: int = 0  # of those, right and kept
 
 
 def cdiv(a: int, b: int) -> int:

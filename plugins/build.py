@@ -14,6 +14,7 @@ from mlx_engine.attention.fused import kernels_run_here
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.config import EngineConfig
 from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory, use_huge_pages
+from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.gpu import adapt_for_gpu
@@ -29,7 +30,7 @@ from mlx_engine.recorded_chunks import RecordedChunks
 from mlx_engine.recorded_decode import RecordedDecode
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo, cdiv
-from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
+from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create, create_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ def _attention_backend(config: EngineConfig) -> str:
     return "fused" if kernels_run_here() and not config.attention_backend_options else "gather"
 
 
-def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
-    """Scheduler policy, attention backend and prefix cache: those that need no loaded model."""
+def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any, Any]:
+    """Scheduler policy, attention backend, prefix cache and drafter: those that need no loaded model."""
     return (
         create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
         create(ATTENTION_BACKENDS, _attention_backend(config), kwargs={}, options=config.attention_backend_options),
@@ -86,6 +87,7 @@ def _create_policies(config: EngineConfig) -> tuple[Any, Any, Any]:
             kwargs={"block_size": config.block_size},
             options=config.prefix_cache_options,
         ),
+        create_drafter(config.drafter, config.drafter_options),
     )
 
 
@@ -96,6 +98,7 @@ def _assemble(
     policy: Any,
     backend: Any,
     prefix_cache: Any,
+    drafter: Any,
     report: Progress,
 ) -> Engine:
     max_model_len = _max_model_len(config, loaded)
@@ -149,12 +152,14 @@ def _assemble(
         chunk_halving_context=(
             model.halving_context if config.chunk_halving_context == "auto" else config.chunk_halving_context
         ),
+        drafts=DraftSource(drafter, loaded.vocab_size) if drafter is not None else None,
         seed=config.seed,
     )
     compiled = None
     if config.compile_decode and getattr(backend, "compiles", False):
         max_tokens = min(scheduler.max_total_tokens, max_model_len)
-        compiled = CompiledDecode(model, backend, config.max_num_seqs, cdiv(max_tokens, config.block_size))
+        pages = cdiv(max_tokens, config.block_size)
+        compiled = CompiledDecode(model, backend, config.max_num_seqs, pages, has_drafter=drafter is not None)
     recorded = _recorded_decode(config, compiled)
     runner = MLXModelRunner(
         model,
@@ -183,6 +188,7 @@ def _assemble(
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
             "attention_backend": _attention_backend(config),
+            "drafter": config.drafter,
         },
         linear_backend=("blas" if native is None else "native") if on_cpu else "mlx",
     )

@@ -12,6 +12,7 @@ from mlx_engine.errors import PluginError, nearest_name
 from mlx_engine.interfaces import (
     INTERFACE_VERSION,
     AttentionBackend,
+    Drafter,
     KVCacheManager,
     PrefixCache,
     SchedulerPolicy,
@@ -21,12 +22,15 @@ SCHEDULERS = "mlx_quire.schedulers"
 KV_MANAGERS = "mlx_quire.kv_managers"
 PREFIX_CACHES = "mlx_quire.prefix_caches"
 ATTENTION_BACKENDS = "mlx_quire.attention_backends"
+DRAFTERS = "mlx_quire.drafters"
+NO_DRAFTER = "none"
 
 _INTERFACES: Mapping[str, type[Any]] = {
     SCHEDULERS: SchedulerPolicy,
     KV_MANAGERS: KVCacheManager,
     PREFIX_CACHES: PrefixCache,
     ATTENTION_BACKENDS: AttentionBackend,
+    DRAFTERS: Drafter,
 }
 
 
@@ -79,6 +83,16 @@ def create(group: str, name: str, *, kwargs: Mapping[str, Any], options: Mapping
         return policy(**kwargs, **options)
     except Exception as exc:
         raise PluginError(f"{label} can't be constructed: {type(exc).__name__}: {exc}") from exc
+
+
+def create_drafter(name: str, options: Mapping[str, Any]) -> Drafter | None:
+    """The drafter of that name; None for `none`. Raises PluginError as `create` does."""
+    if name != NO_DRAFTER:
+        drafter: Drafter = create(DRAFTERS, name, kwargs={}, options=options)
+        return drafter
+    if options:
+        raise PluginError(f"drafter_options are set, but drafter is {NO_DRAFTER!r}: name a drafter, or take them out.")
+    return None
 
 
 def _interface(group: str) -> type[Any]:

@@ -45,7 +45,7 @@ class LinearStepTime:
 
     def __call__(self, output: SchedulerOutput) -> float:
         """The seconds of this step."""
-        context = sum(seq.start + seq.num_tokens for seq in output.sequences)
+        context = sum(seq.start + seq.num_tokens + len(seq.draft_token_ids) for seq in output.sequences)
         return self.fixed + self.per_token * output.num_tokens + self.per_context_token * context
 
 
@@ -98,21 +98,21 @@ class SimulatedStep:
         self._runner = runner
         self._output = output
         self._tables = tables
-        self._samples: dict[str, int] | None = None
+        self._result: ModelRunnerOutput | None = None
         self._done = 0.0
 
     def launch(self) -> None:
         """See StepHandle. Raises IntegrityError if a step before it hasn't been waited for."""
-        if self._samples is not None:
+        if self._result is not None:
             raise IntegrityError(f"step {self._output.step} is launched twice")
-        self._samples, self._done = self._runner.run(self._output, self._tables)
+        self._result, self._done = self._runner.run(self._output, self._tables)
 
     def wait(self) -> ModelRunnerOutput:
         """See StepHandle. Moves the clock to the end of the step."""
-        if self._samples is None:
+        if self._result is None:
             raise IntegrityError(f"step {self._output.step} is waited for, but was never launched")
         self._runner.end(self._done)
-        return ModelRunnerOutput(self._output.step, self._samples)
+        return self._result
 
 
 class SimulatedRunner:
@@ -153,7 +153,7 @@ class SimulatedRunner:
         """See ModelRunner: the steps run."""
         return {"simulated": self._steps}
 
-    def run(self, output: SchedulerOutput, tables: Sequence[tuple[int, ...]]) -> tuple[dict[str, int], float]:
+    def run(self, output: SchedulerOutput, tables: Sequence[tuple[int, ...]]) -> tuple[ModelRunnerOutput, float]:
         """Runs a step: all writes first, then all reads, as a layer does. Returns its samples, and when it is done."""
         if self._running:
             raise IntegrityError(f"step {output.step} is launched while another one runs")
@@ -163,12 +163,15 @@ class SimulatedRunner:
         for seq, table in zip(output.sequences, tables, strict=True):
             self._write(seq, table, written)
         samples = {}
+        after_drafts = {}
         for seq, table in zip(output.sequences, tables, strict=True):
-            state = self._read(seq, table)
+            states = self._read(seq, table)
             if seq.samples:
-                samples[seq.request_id] = state % self._vocab_size
+                samples[seq.request_id], *after = (state % self._vocab_size for state in states)
+                if after:
+                    after_drafts[seq.request_id] = after
         self._last_samples = samples
-        return samples, self._clock() + self._step_time(output)
+        return ModelRunnerOutput(output.step, samples, after_drafts), self._clock() + self._step_time(output)
 
     def end(self, time: float) -> None:
         """Ends the running step at this time."""
@@ -183,11 +186,15 @@ class SimulatedRunner:
             tokens = (self._last_samples[seq.request_id],)
         if len(tokens) != seq.num_tokens:
             raise IntegrityError(f"{seq.request_id} runs {seq.num_tokens} tokens, but brings {len(tokens)}")
+        if seq.draft_token_ids and not (seq.samples and seq.num_tokens == 1):
+            raise IntegrityError(f"{seq.request_id} brings drafts without a lone token that samples before them")
         state = self._state_before(seq, table)
-        for position, token in enumerate(tokens, seq.start):
+        for position, token in enumerate((*tokens, *seq.draft_token_ids), seq.start):
             where = self._where(seq, table, position)
             if where in written:
                 raise IntegrityError(f"two sequences write slot {where} in one step, one of them {seq.request_id}")
+            if not 0 <= token < self._vocab_size:
+                raise IntegrityError(f"{seq.request_id} runs token {token} of a vocabulary of {self._vocab_size}")
             written.add(where)
             state = _fold(state, token)
             self._pool[where] = _Slot(token, position, state)
@@ -198,8 +205,10 @@ class SimulatedRunner:
         slot = self._pool.get(self._where(seq, table, seq.start - 1))
         return slot.state if slot is not None else -1
 
-    def _read(self, seq: ScheduledSequence, table: tuple[int, ...]) -> int:
-        end = seq.start + seq.num_tokens
+    def _read(self, seq: ScheduledSequence, table: tuple[int, ...]) -> list[int]:
+        """The states after the last token and after each draft."""
+        last = seq.start + seq.num_tokens - 1
+        end = last + 1 + len(seq.draft_token_ids)
         if self._verify:
             state = _root(self._domain(seq.request_id))
             for position in range(end):
@@ -210,7 +219,7 @@ class SimulatedRunner:
                     raise IntegrityError(
                         f"step reads slot {where} as token {position} of {seq.request_id}, but it holds {slot}"
                     )
-        return self._pool[self._where(seq, table, end - 1)].state
+        return [self._pool[self._where(seq, table, position)].state for position in range(last, end)]
 
     def _where(self, seq: ScheduledSequence, table: tuple[int, ...], position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._block_size)

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mlx_engine.config import EngineConfig
+from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError, RequestError
-from mlx_engine.interfaces import KVCacheManager, SchedulerPolicy
+from mlx_engine.interfaces import Drafter, KVCacheManager, SchedulerPolicy
 from mlx_engine.scheduler import Scheduler
 from mlx_engine.types import EngineInfo, EngineStats, FinishReason, Request
-from plugins.registry import KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create
+from plugins.registry import KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create, create_drafter
 from plugins.simulated_runner import (
     Domain,
     LinearStepTime,
@@ -66,11 +67,12 @@ def build_simulated_engine(
     domain: Domain = one_domain,
     verify: bool = True,
     policy: SchedulerPolicy | None = None,
+    drafter: Drafter | None = None,
 ) -> SimulatedEngine:
     """The engine of a config, its policies created by name, around a SimulatedRunner.
 
-    `policy` takes the place of the config's scheduler. Raises ConfigError unless the config has num_blocks, and
-    PluginError as `build_engine` does.
+    `policy` takes the place of the config's scheduler, `drafter` that of its drafter. Raises ConfigError unless the
+    config has num_blocks, and PluginError as `build_engine` does.
     """
     if config.num_blocks is None:
         raise ConfigError("a simulation has no memory to measure: set num_blocks")
@@ -89,6 +91,7 @@ def build_simulated_engine(
         kwargs={**sizes, "prefix_cache": prefix_cache, "max_model_len": max_model_len},
         options=config.kv_manager_options,
     )
+    drafter = drafter or create_drafter(config.drafter, config.drafter_options)
     scheduler = Scheduler(
         policy or create(SCHEDULERS, config.scheduler, kwargs={}, options=config.scheduler_options),
         kv,
@@ -100,6 +103,7 @@ def build_simulated_engine(
         max_prefill_chunk=config.max_prefill_chunk,
         # "auto" asks the model's shape, and there is none.
         chunk_halving_context=None if config.chunk_halving_context == "auto" else config.chunk_halving_context,
+        drafts=DraftSource(drafter, vocab_size) if drafter is not None else None,
         seed=config.seed,
         **sizes,
     )
@@ -119,6 +123,7 @@ def build_simulated_engine(
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
+            "drafter": config.drafter,
         },
         num_blocks=sizes["num_blocks"],
         block_size=sizes["block_size"],

@@ -25,6 +25,7 @@ from loadtest.report.figures import (
 )
 from loadtest.report.model import (
     Decode,
+    Drafts,
     Engine,
     EngineMetric,
     Kernels,
@@ -319,6 +320,26 @@ def decode_figures(runs: Mapping[str, Decode]) -> list[Figure]:
     table = Table(("steps", "sequences", "ms a step"), tuple(rows))
     caption = "A step gives each sequence a token; scheduler and sampler are in it."
     return [Figure("Decode steps", traces, layout("sequences", "ms a step"), table, caption)]
+
+
+def drafts_figures(runs: Mapping[str, Drafts]) -> list[Figure]:
+    """Decode rates by kind of answer, a line for each arm, and the share of right drafts beside them."""
+    traces, rows = [], []
+    for index, (name, run) in enumerate(runs.items()):
+        where = f", {name}" if len(runs) > 1 else ""
+        for order, arm in enumerate(("plain", "drafts")):
+            rates = [(case.name, spread(case.decode[arm])) for case in run.cases]
+            points = [(case, rate) for case, rate in rates if rate is not None]
+            traces.append(line(arm + where, [x for x, _ in points], [y for _, y in points], order, dash=index))
+        for case in run.cases:
+            figures = (case.decode["plain"].median, case.decode["drafts"].median, case.acceptance)
+            rows.append((case.name + where, *(quantity(value) for value in figures)))
+    if not rows:
+        return []
+    shape = layout("answers x sequences", "tokens/s while all decode")
+    category_axis(shape["xaxis"], list(dict.fromkeys(case.name for run in runs.values() for case in run.cases)))
+    table = Table(("answers x sequences", "tokens/s", "with drafts", "share of right drafts"), tuple(rows))
+    return [Figure("Drafts", traces, shape, table, "Greedy answers are the same in both arms.")]
 
 
 def kernel_figures(runs: Mapping[str, Kernels]) -> list[Figure]:

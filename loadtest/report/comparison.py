@@ -9,7 +9,7 @@ from typing import Literal
 from loadtest.report.charts import ratio_range, spread
 from loadtest.report.charts_load import NamedCurve, latency, over_rounds
 from loadtest.report.figures import Range, Table, quantity, ranged, seconds
-from loadtest.report.model import Decode, Engine, Experiment, Kernels, Memory, Serve, Summary
+from loadtest.report.model import Decode, Drafts, Engine, Experiment, Kernels, Memory, Serve, Summary
 from loadtest.stats import ratio
 from loadtest.tables import MISSING
 
@@ -153,6 +153,17 @@ def kernel_facts(run: Kernels) -> Facts:
     return facts
 
 
+def drafts_facts(run: Drafts) -> Facts:
+    """Decode rates of both arms, and the share of right drafts."""
+    facts: Facts = {}
+    for case in run.cases:
+        for arm, rate in case.decode.items():
+            _add(facts, f"{case.name}, {arm}: decode tokens/s", spread(rate), "higher")
+        if case.acceptance is not None:
+            _add(facts, f"{case.name}: share of right drafts", Range(case.acceptance), "higher")
+    return facts
+
+
 def experiment_facts(run: Experiment) -> Facts:
     """Each metric of each arm. Ranges would be of samples, not of rounds, so there are none."""
     facts: Facts = {}
@@ -174,6 +185,7 @@ def facts_of(kind_runs: Mapping[str, object]) -> list[tuple[str, Facts]]:
         Memory: memory_facts,
         Decode: decode_facts,
         Kernels: kernel_facts,
+        Drafts: drafts_facts,
         Experiment: experiment_facts,
     }
     return [(name, readers[type(content)](content)) for name, content in kind_runs.items()]

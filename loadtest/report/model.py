@@ -210,6 +210,22 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsCase:
+    """One kind of answer, so many at once."""
+
+    name: str
+    decode: Mapping[str, Summary]  # tokens/s by arm: plain, drafts
+    acceptance: float | None  # share of the drafts that were right
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A `drafts` run: the same engine with a drafter and without."""
+
+    cases: tuple[DraftsCase, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One figure of an experiment, by arm."""
 
@@ -246,7 +262,7 @@ class Experiment:
     notes: tuple[str, ...]
 
 
-Content = Load | Engine | Serve | Memory | Decode | Kernels | Experiment
+Content = Load | Engine | Serve | Memory | Decode | Kernels | Drafts | Experiment
 
 
 @dataclass(frozen=True, slots=True)

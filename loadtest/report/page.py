@@ -20,7 +20,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 _KEY_VERSIONS = ("python", "mlx", "mlx-lm", "ray", "mlx-quire")
 _KIND_TITLES = {
     "engine": "engine", "serve": "serve", "memory": "memory",
-    "decode": "decode", "kernels": "kernels", "load": "load", "compare": "server comparison",
+    "decode": "decode", "kernels": "kernels", "drafts": "drafts", "load": "load", "compare": "server comparison",
     "experiment": "experiment", "gpu": "engines on a GPU",
 }  # fmt: skip
 _ROW_CLASSES = {", better": "better", ", worse": "worse"}

@@ -12,6 +12,8 @@ from loadtest.report.model import (
     Curve,
     Decode,
     DecodeCase,
+    Drafts,
+    DraftsCase,
     Engine,
     EngineCase,
     EngineMetric,
@@ -45,6 +47,7 @@ def parse(document: Fields) -> tuple[str, Content, list[str]]:
         "memory": _memory,
         "decode": _decode,
         "kernels": _kernels,
+        "drafts": _drafts,
         "load": _load,
         "compare": _compare,
         "experiment": _experiment,
@@ -148,6 +151,16 @@ def _decode(document: Fields) -> Parsed:
 
 def _of_rounds(samples: tuple[float, ...]) -> Summary:
     return parse_summary(Fields({"samples": list(samples)}))
+
+
+def _drafts(document: Fields) -> Parsed:
+    cases = []
+    for case in document.children("cases"):
+        decode = case.child("tokens_per_second").child("decode")
+        arms = {arm: parse_summary(decode.child(arm)) for arm in ("plain", "drafts")}
+        name = f"{case.text('kind') or '?'} x {case.required('sequences'):g}"
+        cases.append(DraftsCase(name, arms, case.number("acceptance")))
+    return Drafts(tuple(cases)), []
 
 
 def _kernels(document: Fields) -> Parsed:

@@ -9,6 +9,7 @@ from typing import Any
 
 from loadtest.report.charts import (
     decode_figures,
+    drafts_figures,
     engine_figures,
     kernel_figures,
     memory_figures,
@@ -42,6 +43,7 @@ def sections(results: Results, baseline: Path | None = None) -> list[Section]:
         ("memory", "Memory", memory_figures, ""),
         ("decode", "Decode steps on a GPU", decode_figures, "In process, on random weights."),
         ("kernels", "Attention kernels", kernel_figures, ""),
+        ("drafts", "Drafts", drafts_figures, "In process: the same engine with a drafter and without."),
     ]
     found = [_load(results.runs, baseline)]
     for kind, title, figures, intro in kinds:

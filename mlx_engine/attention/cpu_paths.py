@@ -20,33 +20,43 @@ _MIN_TILE = 32
 def paged_matmul(queries: mx.array, pool: LayerPool, pages: Pages, scale: float, sinks: mx.array | None) -> mx.array:
     """Scores and sums page by page with `mx.gather_mm`; the softmax runs over all of a row's pages.
 
-    The query heads that share a K/V head are the rows of one matrix, so each page is read once for the group.
+    The query heads that share a K/V head are the rows of one matrix, so each page is read once for the group; those of
+    all rows that share a table are.
     """
-    num_rows, num_pages = pages.block_tables.shape
+    num_tables, num_pages = pages.block_tables.shape
+    shared = queries.shape[0] // num_tables
     if pool.quantized:
         keys, values = (copied.flatten(0, 1) for copied in pool.pages(pages.block_tables))
-        pages = Pages(mx.arange(num_rows * num_pages).reshape(num_rows, num_pages), pages.visible, pages.bias)
+        pages = Pages(mx.arange(num_tables * num_pages).reshape(num_tables, num_pages), pages.visible, pages.bias)
     else:
         keys, values = pool.blocks()
     num_blocks, num_kv_heads, block_size, head_dim = keys.shape
     num_heads = queries.shape[1]
     group = num_heads // num_kv_heads
     row, page = pages.matrices(num_kv_heads)
-    q = (queries * scale).reshape(num_rows * num_kv_heads, group, head_dim)
+    q = queries * scale
+    if shared > 1:
+        q = q.reshape(num_tables, shared, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    q = q.reshape(num_tables * num_kv_heads, shared * group, head_dim)
     k = keys.reshape(num_blocks * num_kv_heads, block_size, head_dim)
     v = values.reshape(num_blocks * num_kv_heads, block_size, -1)
-    scores = mx.gather_mm(q, k.swapaxes(-1, -2), row, page)  # [B, P, Hkv, group, block_size]
-    scores = scores + pages.bias
+    scores = mx.gather_mm(q, k.swapaxes(-1, -2), row, page)  # [B, P, Hkv, shared * group, block_size]
+    scores = scores + pages.head_bias(group)
     top = scores.max(axis=(1, 4), keepdims=True)
     if sinks is not None:
         sinks = sinks.reshape(1, 1, num_kv_heads, group, 1)
+        if shared > 1:
+            sinks = mx.tile(sinks, (1, 1, 1, shared, 1))
         top = mx.maximum(top, sinks)
     weights = fast_exp(scores - top)
     total = weights.sum(axis=(1, 4))
     if sinks is not None:
         total = total + fast_exp(sinks - top).squeeze((1, 4))
-    out = mx.gather_mm(weights, v, None, page)  # [B, P, Hkv, group, head_dim]
-    return (out.sum(axis=1) / total[..., None]).reshape(num_rows, num_heads, 1, -1)
+    out = mx.gather_mm(weights, v, None, page)  # [B, P, Hkv, shared * group, head_dim]
+    out = out.sum(axis=1) / total[..., None]
+    if shared > 1:
+        out = out.reshape(num_tables, num_kv_heads, shared, group, -1).swapaxes(1, 2)
+    return out.reshape(queries.shape[0], num_heads, 1, -1)
 
 
 def tiled_chunk(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:

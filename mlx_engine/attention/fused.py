@@ -6,7 +6,8 @@ chunks are given what the kernel that stored them gave, and the indices of a ste
 of the step before gave. It has to be an argument of a kernel: a GPU runs kernels at once that share no array. The
 paths, counted by name:
 
-- `fused`: decode rows in the kernel, each row's tokens in one part.
+- `fused`: decode rows in the kernel, each row's tokens in one part. Drafts are such rows too, after a kernel that has
+  stored all tokens of their sequences.
 - `fused_split`: the same in several parts, put together by a second kernel.
 - `chunk_paged`: prefill chunks, all of a step in one kernel that reads the pool: 16-bit types on CUDA.
 - `chunk_sdpa`: other prefill chunks; stored by a kernel, then as in the `gather` backend.
@@ -84,10 +85,18 @@ class FusedBackend(GatherBackend):
         """Whether decode steps may be compiled: no layer gathers, whose shapes differ in each step."""
         return all(self._supported)
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> list[PagedView]:
-        """The caches of a step of decode rows only, for a function that is compiled over these arrays."""
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False) -> list[PagedView]:
+        """The caches of a step of decode rows only, for a function that is compiled over these arrays.
+
+        With drafts all rows are stored before any attends: which of them have some is not known.
+        """
         num_rows, width = block_tables.shape
-        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens)
+        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens, num_rows, seq_lens[:0])
+        if has_drafts:
+            # Padding has length 0 and a table of the scratch block only, which takes whatever it is given.
+            last = mx.maximum(seq_lens - 1, 0)
+            blocks = mx.take_along_axis(block_tables, (last // self._block_size)[:, None], axis=1)[:, 0]
+            step.first_stored, step.stored_slots = 0, blocks * self._block_size + last % self._block_size
         offset = seq_lens - 1
         return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
 
@@ -116,7 +125,7 @@ class FusedBackend(GatherBackend):
         block_tables and seq_lens as for `decode_views`; positions and slots are those of the chunks' tokens.
         """
         num_rows, width = block_tables.shape
-        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens, slots)
+        step = FusedStep(num_rows, width * self._block_size, block_tables, seq_lens, num_rows, slots)
         step.chunk_plans[tile_shape] = plan
         offset = mx.concatenate([seq_lens - 1, positions])
         return [_FusedView(self, step, layer, offset) for layer in range(len(self._layers))]
@@ -140,11 +149,9 @@ class FusedBackend(GatherBackend):
         return [*itertools.chain(*gathered), *self._last]
 
     def append(self, layer: int, step: FusedStep, keys: mx.array, values: mx.array) -> mx.array:
-        """Stores the keys and values [n, num_kv_heads, head_dim] of the step's chunks; see PagedKernels.append."""
-        if step.chunk_slots is None:
-            raise ValueError("the step has no chunks")
+        """Stores the keys and values [n, num_kv_heads, head_dim] of `stored_slots`; see PagedKernels.append."""
         spec = self._layers[layer]
-        return self._layer_kernels(spec.num_kv_heads, spec).append(keys, values, self._pools[layer], step.chunk_slots)
+        return self._layer_kernels(spec.num_kv_heads, spec).append(keys, values, self._pools[layer], step.stored_slots)
 
     def attend_fused(
         self,
@@ -169,13 +176,17 @@ class FusedBackend(GatherBackend):
             longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
             splits = kernels.num_splits(num_decodes, pool, longest)
             self._counts["fused" if splits == 1 else "fused_split"] += 1
+            seq_lens = step.seq_lens
+            if ticket is not None and step.first_stored < num_decodes:
+                # Rows with drafts read what other rows store. The kernel stores it too, the same bytes once more.
+                seq_lens = seq_lens + ticket[:1]
             out = kernels.decode(
                 queries[:num_decodes].squeeze(2),
                 new[0][:num_decodes].squeeze(2),
                 new[1][:num_decodes].squeeze(2),
                 pool,
                 step.block_tables,
-                step.seq_lens,
+                seq_lens,
                 scale=scale,
                 splits=splits,
                 # Of a compiled step the longest row is not known.
@@ -223,7 +234,8 @@ class FusedStep:
     max_decode_len: int  # tokens that the longest decode row may see, at least
     block_tables: mx.array  # [num_decodes, P]
     seq_lens: mx.array  # [num_decodes], the new token included
-    chunk_slots: mx.array | None = None  # [T - num_decodes] of the pool
+    first_stored: int  # rows from here on are stored before any row attends: those of chunks, or with drafts
+    stored_slots: mx.array  # [T - first_stored] of the pool
     chunks: GatherStep | None = None
     chunk_plans: dict[tuple[int, int], ChunkPlan] = field(default_factory=dict)  # by tile shape
     _lengths: dict[int, tuple[int, mx.array]] = field(default_factory=dict)
@@ -246,13 +258,14 @@ class FusedStep:
 
 def _make_step(batch: InputBatch, block_size: int, after: Sequence[mx.array]) -> FusedStep:
     num_decodes = batch.num_decode_rows
-    arrays = [mx.array(batch.block_tables), mx.array(batch.seq_lens), mx.array(batch.slot_mapping[num_decodes:])]
+    first = num_decodes - batch.num_verify_rows
+    arrays = [mx.array(batch.block_tables), mx.array(batch.seq_lens), mx.array(batch.slot_mapping[first:])]
     if after:
         zero = _zero_after(after)
         arrays = [array + zero for array in arrays]
-    step = FusedStep(num_decodes, int(batch.seq_lens.max(initial=0)), arrays[0], arrays[1])
+    step = FusedStep(num_decodes, int(batch.seq_lens.max(initial=0)), arrays[0], arrays[1], first, arrays[2])
     if batch.prefill_chunks:
-        step.chunk_slots, step.chunks = arrays[2], GatherStep(batch, block_size)
+        step.chunks = GatherStep(batch, block_size)
     return step
 
 
@@ -275,10 +288,10 @@ class _FusedView(LayerView):
         self._ticket: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        num_decodes = self._step.num_decodes
-        if num_decodes < keys.shape[0]:
+        first = self._step.first_stored
+        if first < keys.shape[0]:
             self._ticket = self._backend.append(
-                self._layer, self._step, keys[num_decodes:].squeeze(2), values[num_decodes:].squeeze(2)
+                self._layer, self._step, keys[first:].squeeze(2), values[first:].squeeze(2)
             )
         self._new = keys, values
         return keys, values

@@ -92,7 +92,7 @@ class GatherBackend:
         pool = self._pools[layer]
         parts = []
         for group in step.decode_groups:
-            rows = queries if len(group.rows) == queries.shape[0] else queries[step.rows(group)]
+            rows = queries if step.is_whole(group) else queries[step.rows(group)]
             run = paged_matmul if self._decode == "paged_matmul" else _gather_sdpa
             self._counts[self._decode] += 1
             parts.append(run(rows, pool, step.pages(group, window), scale, sinks))
@@ -186,16 +186,21 @@ class GatherStep:
 
     def __post_init__(self) -> None:
         groups = self.decode_groups = self.batch.decode_groups
-        order = np.concatenate([g.rows for g in groups]) if groups else np.zeros(0, np.int32)
-        inverse = np.arange(self.batch.num_rows, dtype=np.int32)
+        order = np.concatenate([g.rows.ravel() for g in groups]) if groups else np.zeros(0, np.int32)
+        # Rows that stand in a group more than once move the chunks' rows behind them.
+        inverse = np.arange(self.batch.num_rows, dtype=np.int32) + (len(order) - self.batch.num_decode_rows)
         inverse[order] = np.arange(len(order), dtype=np.int32)
-        in_order = bool((inverse == np.arange(len(inverse))).all())
+        in_order = len(order) == self.batch.num_decode_rows and bool((inverse == np.arange(len(inverse))).all())
         self.order = None if in_order else mx.array(inverse)
+
+    def is_whole(self, group: DecodeGroup) -> bool:
+        """Whether the group is the whole step, in its order."""
+        return group.rows.shape == (self.batch.num_rows, 1)
 
     def rows(self, group: DecodeGroup) -> mx.array:
         key = ("rows", id(group))
         if key not in self._cache:
-            self._cache[key] = mx.array(group.rows)
+            self._cache[key] = mx.array(group.rows.ravel())
         return self._cache[key]  # type: ignore[no-any-return]
 
     def slots(self, num_kv_heads: int) -> mx.array:
@@ -225,16 +230,15 @@ def _pages(group: DecodeGroup, window: int | None, block_size: int) -> Pages:
     tables, lens = group.block_tables, group.seq_lens
     # Pages that lie wholly before the window are left out.
     first_token = np.maximum(lens - window, 0) if window is not None else np.zeros_like(lens)
-    first_page = first_token // block_size
+    first_page = first_token[:, 0] // block_size
     if first_page.any():
-        num_pages = int((-(-lens // block_size) - first_page).max())
+        num_pages = int((-(-lens[:, -1] // block_size) - first_page).max())
         columns = np.minimum(first_page[:, None] + np.arange(num_pages), tables.shape[1] - 1)
         tables = np.take_along_axis(tables, columns, axis=1)
     slots = first_page[:, None] * block_size + np.arange(tables.shape[1] * block_size)
-    visible = (slots < lens[:, None]) & (slots >= first_token[:, None])
-    visible = visible.reshape(*tables.shape, block_size)
-    bias = np.where(visible, 0.0, MASKED).astype(np.float32)[:, :, None, None]
-    return Pages(mx.array(tables), mx.array(visible), mx.array(bias))
+    visible = (slots[:, None] < lens[:, :, None]) & (slots[:, None] >= first_token[:, :, None])
+    bias = np.where(visible, 0.0, MASKED).astype(np.float32).reshape(*lens.shape, -1, block_size)
+    return Pages(mx.array(tables), mx.array(visible), mx.array(bias.swapaxes(1, 2)[:, :, None]))
 
 
 def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> Context:
@@ -249,12 +253,17 @@ def _context(chunk: PrefillChunk, window: int | None, block_size: int) -> Contex
 
 
 def _gather_sdpa(queries: mx.array, pool: LayerPool, pages: Pages, scale: float, sinks: mx.array | None) -> mx.array:
-    num_rows, num_pages = pages.block_tables.shape
+    num_tables, num_pages = pages.block_tables.shape
+    num_heads, head_dim = queries.shape[1], queries.shape[3]
     _, num_kv_heads, block_size = pool.shape
-    shape = (num_rows, num_kv_heads, num_pages * block_size, -1)
+    shape = (num_tables, num_kv_heads, num_pages * block_size, -1)
     k, v = (page.transpose(0, 2, 1, 3, 4).reshape(shape) for page in pool.pages(pages.block_tables))
-    mask = pages.visible.reshape(num_rows, 1, 1, -1)
-    return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
+    mask = pages.visible[:, None]
+    if len(queries) == num_tables:
+        return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
+    q = queries.reshape(num_tables, -1, num_heads, head_dim).swapaxes(1, 2)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return out.swapaxes(1, 2).reshape(*queries.shape[:3], -1)
 
 
 def _gather_context(pool: LayerPool, context: Context) -> tuple[mx.array, mx.array]:

@@ -12,12 +12,21 @@ MASKED = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages that a group of decode rows reads."""
+    """The pages that a group of decode rows reads, m rows each of B tables."""
 
     block_tables: mx.array  # [B, P]
-    visible: mx.array  # [B, P, block_size] bool: the slots that the row sees
-    bias: mx.array  # [B, P, 1, 1, block_size] float32: 0 where visible
+    visible: mx.array  # [B, m, P * block_size] bool: the slots that the row sees
+    bias: mx.array  # [B, P, 1, m, block_size] float32: 0 where visible
     _matrices: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+    _biases: dict[int, mx.array] = field(default_factory=dict)
+
+    def head_bias(self, group: int) -> mx.array:
+        """The bias where a matrix has `group` heads a row: [B, P, 1, m * group, block_size], or what broadcasts so."""
+        if self.bias.shape[3] == 1:
+            return self.bias
+        if group not in self._biases:
+            self._biases[group] = mx.repeat(self.bias, group, axis=3)
+        return self._biases[group]
 
     def matrices(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
         """For `mx.gather_mm`, both [B, P, num_kv_heads]: the query matrix of each row and head, and the page's."""

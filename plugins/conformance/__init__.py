@@ -8,6 +8,7 @@ Each check is a seeded random workout against a simple reference model. It raise
 IntegrityError that the policy itself raised) with the seed and the operation at which the two disagreed.
 """
 
+from plugins.conformance.drafter import check_drafter
 from plugins.conformance.kv_manager import KVManagerWorkout, check_kv_manager
 from plugins.conformance.prefix_cache import PrefixCacheWorkout, check_prefix_cache
 from plugins.conformance.scheduler import check_scheduler
@@ -15,6 +16,7 @@ from plugins.conformance.scheduler import check_scheduler
 __all__ = [
     "KVManagerWorkout",
     "PrefixCacheWorkout",
+    "check_drafter",
     "check_kv_manager",
     "check_prefix_cache",
     "check_scheduler",

@@ -61,7 +61,9 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats | None:
         kv = KVCacheUsage(512, 16, 400, 12, 100, 90, 0.1, 0.2)
-        return EngineStats(7, len(self.open), 3, kv, 4, 5, len(self.aborted), 60, 20, 70, 80, 1, 0, 0, {"gather": 9})
+        return EngineStats(
+            7, len(self.open), 3, kv, 4, 5, len(self.aborted), 60, 20, 70, 80, 1, 0, 0, {"gather": 9}, 50, 30
+        )
 
     def generate(self, request: Request) -> OutputStream:
         if self.status is not HealthStatus.OK:

@@ -547,6 +547,8 @@ def test_metrics(server: Server) -> None:
         f'quire:kv_blocks{{{label},state="cached_in_use"}} 10.0',
         f"quire:num_preemptions_total{{{label}}} 4.0",
         f"quire:prefix_cache_hits_total{{{label}}} 20.0",
+        f"quire:spec_decode_num_draft_tokens_total{{{label}}} 50.0",
+        f"quire:spec_decode_num_accepted_tokens_total{{{label}}} 30.0",
         f'quire:attention_dispatch_total{{{label},path="gather"}} 9.0',
         f"quire:time_to_first_token_seconds_count{{{label}}} 1.0",
         f"quire:inter_token_latency_seconds_count{{{label}}} 3.0",

@@ -130,6 +130,20 @@ def decode(**changes: Any) -> Document:
     return {"benchmark": "decode", **described(), "shape": "llama-1b", "cases": cases} | changes
 
 
+def drafts(**changes: Any) -> Document:
+    """Answers that repeat their prompt and free ones, which have no drafts."""
+    cases = [
+        {
+            "kind": kind,
+            "sequences": 2,
+            "tokens_per_second": {"decode": {"plain": {"samples": [10.0, 12.0]}, "drafts": {"samples": [rate]}}},
+            "acceptance": share,
+        }
+        for kind, rate, share in (("repeats", 40.0, 0.75), ("free", 11.0, None))
+    ]
+    return {"benchmark": "drafts", **described(), "cases": cases} | changes
+
+
 def kernels(**changes: Any) -> Document:
     """A shape with its chosen splits and another number, and a check."""
     timings = [
@@ -185,4 +199,4 @@ def every_kind() -> dict[str, Document]:
     """One of each, by file name."""
     return {"engine.json": engine(), "serve.json": serve(), "memory.json": memory(), "load.json": load(),
             "compare.json": compare(), "experiment.json": experiment(), "decode.json": decode(),
-            "kernels.json": kernels(), "gpu.json": gpu()}  # fmt: skip
+            "drafts.json": drafts(), "kernels.json": kernels(), "gpu.json": gpu()}  # fmt: skip

@@ -91,10 +91,10 @@ def test_every_kind_is_on_one_page_and_every_figure_is_plotlys(tmp_path: Path) -
     parsed = rendered(write(tmp_path, documents.every_kind()))
     text = " ".join(parsed.text)
     for heading in ("Load over HTTP", "Engine against mlx-lm", "The server against its own engine", "Memory",
-                    "Decode steps on a GPU", "Attention kernels",
+                    "Decode steps on a GPU", "Attention kernels", "Drafts",
                     "Experiment: Which policy?", "Experiment: engines on one GPU, llama-1b"):  # fmt: skip
         assert heading in text
-    assert len(parsed.plots) == 30
+    assert len(parsed.plots) == 31
     for name, figure in parsed.plots.items():
         go.Figure({"data": figure["traces"], "layout": figure["layout"]})  # raises for what plotly doesn't know
         assert all(len(choice) == len(figure["traces"]) for choice in figure["choices"]), name
@@ -191,6 +191,14 @@ def test_engines_on_a_gpu_are_an_experiment_whose_arms_are_engines(tmp_path: Pat
     for said in ("vllm is missing: no such module", "mixed 8/s, temperature 0, vllm: it broke",
                  "skipped: decode 9 x 9: too large", '{"block_size": 16}'):  # fmt: skip
         assert said in text
+
+
+def test_drafts_are_the_files_numbers(tmp_path: Path) -> None:
+    parsed = rendered(write(tmp_path, {"d.json": documents.drafts()}))
+    rates = traces(parsed, "Drafts")
+    assert (rates["plain"]["x"], rates["plain"]["y"]) == (["repeats x 2", "free x 2"], [11.0, 11.0])
+    assert rates["drafts"]["y"] == [40.0, 11.0]
+    assert "0.750" in parsed.text
 
 
 def test_experiments_show_their_samples_and_series(tmp_path: Path) -> None:
@@ -347,7 +355,7 @@ def test_a_browser_draws_every_plot_without_a_network(tmp_path: Path, width: int
             tab.wait_for_selector("html[data-drawn]", timeout=120_000)
             plots = tab.locator(".plot")
             drawn = tab.locator(".plot.js-plotly-plot:has(.main-svg):has(.xy)")
-            assert drawn.count() == plots.count() == 30
+            assert drawn.count() == plots.count() == 31
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, (
                 "the page itself never scrolls sideways"
             )

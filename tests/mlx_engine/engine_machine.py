@@ -43,10 +43,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     memories = MEMORIES
     schedulers = ("fcfs", "wave", "priority", "garbage")
+    drafters = ("none", "oracle", "malicious", "ngram")
 
     @initialize(
         memory=st.sampled_from(range(4)),
         scheduler=st.sampled_from(range(4)),
+        drafter=st.sampled_from(range(4)),
         num_blocks=st.integers(2, 14),
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 6),
@@ -60,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         memory: int,
         scheduler: int,
+        drafter: int,
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
@@ -86,7 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             scheduler="fcfs" if name == "garbage" else name,
         )
-        self.client = Client(config, Garbage(seed) if name == "garbage" else None)
+        policy = Garbage(seed) if name == "garbage" else None
+        self.client = Client(config, policy, self.drafters[drafter % len(self.drafters)], seed)
         self.count = 0
 
     def _add(self, name: str, prompt: list[int], **options: Any) -> None:
@@ -179,10 +183,12 @@ def run_engine_machine(
     max_examples: int,
     memories: list[tuple[str, str]] | None = None,
     schedulers: tuple[str, ...] = EngineMachine.schedulers,
+    drafters: tuple[str, ...] = EngineMachine.drafters,
     shrink: bool = True,
 ) -> None:
     """Runs the machine over engines of these parts; the same examples each time."""
-    machine = type("Machine", (EngineMachine,), {"memories": memories or MEMORIES, "schedulers": schedulers})
+    parts = {"memories": memories or MEMORIES, "schedulers": schedulers, "drafters": drafters}
+    machine = type("Machine", (EngineMachine,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(

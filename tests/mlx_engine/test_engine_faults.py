@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from mlx_engine import scheduler
+from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import IntegrityError
 from mlx_engine.interfaces import KVCacheManager
@@ -98,13 +99,13 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets the salt": _salt_forgotten,
     "goes one token past the length": edited(
         Scheduler,
-        "_append",
+        "_end_reason",
         "len(state.token_ids) >= state.max_total_tokens",
         "len(state.token_ids) > state.max_total_tokens",
     ),
-    "gives the stop token out": edited(Scheduler, "_append", "() if stops else (token,)", "(token,)"),
+    "gives the stop token out": edited(Scheduler, "_append", "new_token_ids[:-1]", "new_token_ids"),
     "ignores ignore_eos": edited(
-        Scheduler, "_append", "(token in self._eos and not sampling.ignore_eos)", "token in self._eos"
+        Scheduler, "_end_reason", "(token in self._eos and not sampling.ignore_eos)", "token in self._eos"
     ),
     "applies results to finished requests": edited(Scheduler, "update_from_output", "if state.finished:", "if False:"),
     "never wakes a preempted request": edited(
@@ -123,11 +124,38 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+DRAFT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "keeps wrong drafts": edited(Scheduler, "_accept", "draft != state.token_ids[-1] or ", ""),
+    "goes on after the end within a run": edited(Scheduler, "_accept", " or reason is not None", ""),
+    "counts the last token of a run as computed": edited(
+        Scheduler, "_accept", "num_computed_tokens += len(tokens)", "num_computed_tokens += len(tokens) + 1"
+    ),
+    "caches the last token of a run": edited(Scheduler, "_append", "len(new_token_ids) - 1", "len(new_token_ids)"),
+    "runs drafts without blocks": edited(
+        Scheduler,
+        "_add_drafts",
+        "if not drafts or not self._kv.allocate_slots(request_id, slot.start + 1 + len(drafts)):",
+        "if not drafts:",
+    ),
+    "runs drafts for nothing": edited(Scheduler, "_add_drafts", "plan.budget -= len(drafts)", "pass"),
+    "runs any drafts": edited(DraftSource, "_makes_sense", "0 <= token < self._vocab_size", "True"),
+    "runs any number of drafts": edited(DraftSource, "_makes_sense", "and len(guess) <= max_tokens", ""),
+    "schedules before drafts are known": edited(Engine, "step", "before.step.has_drafts", "False"),
+}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_state_machine_finds_it(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     with pytest.raises(FOUND):
         run_engine_machine(max_examples=300, shrink=False)
+
+
+@pytest.mark.parametrize("fault", DRAFT_FAULTS)
+def test_the_state_machine_finds_it_in_drafts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    DRAFT_FAULTS[fault](monkeypatch)
+    with pytest.raises(FOUND):
+        run_engine_machine(max_examples=400, drafters=("oracle", "malicious"), shrink=False)
 
 
 def test_patches_leave_a_working_engine_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,17 @@ SAMPLING = SamplingParams()
 
 
 def part(
-    name: str, start: int, tokens: list[int], table: list[int], *, samples: bool = True, num_tokens: int | None = None
+    name: str,
+    start: int,
+    tokens: list[int],
+    table: list[int],
+    *,
+    samples: bool = True,
+    num_tokens: int | None = None,
+    drafts: tuple[int, ...] = (),
 ) -> ScheduledSequence:
     """One sequence's part of a step."""
-    return ScheduledSequence(name, start, num_tokens or len(tokens), tokens, table, samples, 0, SAMPLING, 0)
+    return ScheduledSequence(name, start, num_tokens or len(tokens), tokens, table, samples, 0, SAMPLING, 0, drafts)
 
 
 def test_decode_rows_come_first_and_every_row_knows_its_place() -> None:
@@ -44,6 +51,37 @@ def test_decode_rows_come_first_and_every_row_knows_its_place() -> None:
     assert [c.block_table.tolist() for c in batch.prefill_chunks] == [[9, 4], [6]]
     assert batch.sample_rows.tolist() == [0, 1, 6]
     assert [seq.request_id for seq in batch.samples] == ["a", "b", "e"]
+
+
+def test_drafts_are_rows_of_their_own_after_all_others_that_decode() -> None:
+    """The second picture in the docstring, block size 4; b's token is on the device still."""
+    step = SchedulerOutput(
+        7,
+        (
+            part("b", 7, [], [2, 5, 7], num_tokens=1, drafts=(20, 21)),
+            part("d", 2, [30, 31, 32], [9, 4]),
+            part("c", 5, [12], [3, 1], drafts=(22,)),
+            part("a", 0, [10], [6]),
+        ),
+    )
+    batch = build_input_batch(step, 4, ["x", "b"])
+    assert batch.token_ids.tolist() == [10, 0, 12, 20, 21, 22, 30, 31, 32]
+    assert batch.feedback is not None
+    assert batch.feedback.tolist() == [-1, 1, *[-1] * 7]
+    assert batch.positions.tolist() == [0, 7, 5, 8, 9, 6, 2, 3, 4]
+    assert batch.slot_mapping[:6].tolist() == [6 * 4, 5 * 4 + 3, 1 * 4 + 1, 7 * 4, 7 * 4 + 1, 1 * 4 + 2]
+    assert (batch.num_decode_rows, batch.num_verify_rows) == (6, 5)
+    assert batch.seq_lens.tolist() == [1, 8, 6, 9, 10, 7]
+    assert batch.block_tables.tolist() == [[6, 0, 0], [2, 5, 0], [3, 1, 0], [2, 5, 7], [2, 5, 7], [3, 1, 0]]
+    assert batch.verify_rows.tolist() == [[1, 3, 4], [2, 5, 5]]
+    assert [seq.request_id for seq in batch.samples] == ["a", "b", "c", "b", "b", "c", "d"]
+    assert batch.sample_rows.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert batch.draft_samples == range(3, 6)
+    lone, shared = batch.decode_groups
+    assert (lone.rows.tolist(), lone.block_tables.tolist(), lone.seq_lens.tolist()) == ([[0]], [[6]], [[1]])
+    assert shared.rows.tolist() == [[1, 3, 4], [2, 5, 5]]
+    assert shared.block_tables.tolist() == [[2, 5, 7], [3, 1, 0]]
+    assert shared.seq_lens.tolist() == [[8, 9, 10], [6, 7, 7]]
 
 
 def test_tokens_still_on_the_device_are_taken_from_the_last_steps_samples() -> None:
@@ -80,10 +118,10 @@ def test_every_decode_row_is_in_one_group_with_its_own_table(lengths: list[int],
         1, tuple(part(str(i), n, [0], table) for i, (n, table) in enumerate(zip(lengths, tables, strict=True)))
     )
     groups = build_input_batch(step, block_size).decode_groups
-    assert sorted(np.concatenate([group.rows for group in groups]).tolist()) == list(range(len(lengths)))
+    assert sorted(np.concatenate([group.rows[:, 0] for group in groups]).tolist()) == list(range(len(lengths)))
     padded = 0
     for group in groups:
-        for row, table, length in zip(group.rows, group.block_tables.tolist(), group.seq_lens, strict=True):
+        for row, table, length in zip(group.rows[:, 0], group.block_tables.tolist(), group.seq_lens[:, 0], strict=True):
             assert length == lengths[row] + 1
             assert table[: len(tables[row])] == tables[row]
             assert set(table[len(tables[row]) :]) <= {SCRATCH_BLOCK}

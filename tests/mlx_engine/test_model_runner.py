@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import mlx.core as mx
+import msgspec
 import pytest
 
 from mlx_engine.attention.gather import GatherBackend
@@ -19,8 +22,12 @@ PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [300], "c": [11, 12]}
 
 @pytest.fixture
 def runner() -> MLXModelRunner:
+    return make_runner()
+
+
+def make_runner(decode: Literal["auto", "paged_matmul", "gather_sdpa"] = "auto") -> MLXModelRunner:
     model = PagedModel(build(TINY["qwen3"]))
-    backend = GatherBackend()
+    backend = GatherBackend(decode=decode)
     backend.initialize(model.layers, 16, 4, mx.float32)
     return MLXModelRunner(model, backend, block_size=4, vocab_size=VOCAB)
 
@@ -107,3 +114,24 @@ def test_dispatch_counts_are_the_backends(runner: MLXModelRunner) -> None:
     counts = runner.dispatch_counts()
     assert counts["chunk_tiled"] == 3
     assert sum(counts.values()) == 6
+
+
+@pytest.mark.parametrize("decode", ["paged_matmul", "gather_sdpa"])
+def test_drafts_give_what_the_model_says_after_each_of_them(decode: Literal["paged_matmul", "gather_sdpa"]) -> None:
+    """Right drafts of one sequence after a token on the device, wrong ones of another, beside a chunk."""
+    mine = make_runner(decode)
+    want = {name: one_by_one(mine, name, 5) for name in "abc"}
+    run(mine, part("a", 0, PROMPTS["a"]), part("b", 0, PROMPTS["b"]))
+    right = part("a", 5, [], count=1)
+    drafted = msgspec.structs.replace(right, draft_token_ids=want["a"][1:4])
+    wrong = msgspec.structs.replace(part("b", 1, [want["b"][0]], count=1), draft_token_ids=[want["b"][1], 7, 8])
+    handle = mine.execute_model(SchedulerOutput(1, (part("c", 0, PROMPTS["c"]), drafted, wrong)))
+    handle.launch()
+    result = handle.wait()
+    assert result.sampled_token_ids == {"a": want["a"][1], "b": want["b"][1], "c": want["c"][0]}
+    assert result.after_drafts["a"] == want["a"][2:5]
+    assert result.after_drafts["b"][0] == want["b"][2]
+    assert len(result.after_drafts["b"]) == 3
+    # K/V of wrong drafts is written over; what was right is there already.
+    after = run(mine, part("b", 3, [want["b"][2]], count=3), part("a", 8, [want["a"][3]], count=4))
+    assert after == {"b": want["b"][3], "a": want["a"][4]}

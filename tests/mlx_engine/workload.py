@@ -7,8 +7,9 @@ from typing import Any
 
 from mlx_engine.config import EngineConfig
 from mlx_engine.interfaces import SchedulerPolicy
-from mlx_engine.types import FinishReason, Request, RequestOutput, SamplingParams
+from mlx_engine.types import FinishReason, Request, RequestOutput, SamplingParams, SchedulerOutput
 from plugins.simulator import build_simulated_engine, reference_tokens
+from tests.mlx_engine.drafters import make_drafter
 
 VOCAB = 60
 EOS = 7
@@ -33,15 +34,19 @@ class Expected:
 class Client:
     """Adds, steps and aborts; raises AssertionError at the first answer that is not the reference's."""
 
-    def __init__(self, config: EngineConfig, policy: SchedulerPolicy | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, policy: SchedulerPolicy | None = None, drafter: str = "none", seed: int = 0
+    ) -> None:
         self.config = config
         self.domains: dict[str, str] = {}
         self.simulated = build_simulated_engine(
             config,
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
+            step_time=self._within_limits,
             domain=lambda request_id: self.domains[request_id],
             policy=policy,
+            drafter=make_drafter(drafter, VOCAB, lambda request_id: self.domains[request_id], seed),
         )
         self.engine = self.simulated.engine
         self.limit = self.engine.info.max_tokens_per_request
@@ -95,6 +100,17 @@ class Client:
             self.step()
             steps -= 1
         assert not self.open, f"never finished: {sorted(self.open)}"
+
+    def _within_limits(self, output: SchedulerOutput) -> float:
+        """A step takes no time, and holds no more tokens than it may; nothing runs what no answer can reach."""
+        assert output.num_tokens <= self.config.max_num_batched_tokens, f"{output.num_tokens} tokens in a step"
+        for seq in output.sequences:
+            request = self.open[seq.request_id].request
+            longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.limit)
+            end = seq.start + seq.num_tokens + len(seq.draft_token_ids)
+            # The last token of an answer is never run.
+            assert end < longest, f"{seq.request_id} runs {end} tokens of {longest}"
+        return 0.0
 
     def _expect(self, request: Request) -> Expected:
         prompt, sampling = request.prompt_token_ids, request.sampling

@@ -39,6 +39,9 @@ WAYS: dict[str, Way] = {
         },
         times=2,
     ),
+    "staggered, chunk 24, drafts": Way(
+        {"max_prefill_chunk": 24, "block_size": 8, "drafter": "ngram", "drafter_options": {"min_ngram": 1}}, times=2
+    ),
     "at once, chunk 512, priority, contiguous": Way(
         {"max_prefill_chunk": 512, "scheduler": "priority", **_CONTIGUOUS}, per_step=99
     ),

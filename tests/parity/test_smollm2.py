@@ -51,6 +51,29 @@ def test_same_tokens_as_mlx_lm(
             assert output.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
 
 
+REPEATED = [
+    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat on the log. The cat sat",
+    "one two three four five six seven eight one two three four five six seven eight one two three",
+    "- apples\n- bread\n- cheese\n- dates\n- eggs\n\nThe list once more:\n\n- apples\n- bread\n- cheese\n-",
+    "x = 1\ny = 2\nprint(x + y)\nx = 1\ny = 2\nprint(x + y)\nx = 1\ny = 2\n",
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_text_that_repeats_itself_takes_fewer_steps_with_drafts(loaded: LoadedModel, overlap: bool) -> None:
+    tokenizer = Tokenizer(resolve_model("embedded"))
+    prompts = [tokenizer.encode(prompt) for prompt in REPEATED]
+    runs = {}
+    for drafter in ("none", "ngram"):
+        way = Way({"drafter": drafter, "overlap": overlap}, alone=True)
+        runs[drafter] = run(loaded, way, prompts, 40, max_model_len=LONGEST)
+    assert runs["ngram"].sendings[0].tokens == runs["none"].sendings[0].tokens
+    stats, plain = runs["ngram"].stats, runs["none"].stats
+    assert plain.draft_tokens == 0
+    assert stats.accepted_draft_tokens > 0.5 * stats.draft_tokens > 0
+    assert stats.steps < 0.7 * plain.steps
+
+
 def test_same_tokens_after_preemption(
     loaded: LoadedModel, token_prompts: list[list[int]], answers: list[Reference]
 ) -> None:

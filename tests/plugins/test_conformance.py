@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mlx_engine.interfaces import KVCacheManager, SchedulerPolicy
+from mlx_engine.interfaces import Drafter, KVCacheManager, SchedulerPolicy
 from mlx_engine.types import RequestView, ScheduledRequest, SchedulerView
-from plugins.conformance import check_kv_manager, check_prefix_cache, check_scheduler
-from plugins.registry import KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create, installed
+from plugins.conformance import check_drafter, check_kv_manager, check_prefix_cache, check_scheduler
+from plugins.drafters.ngram import NgramDrafter
+from plugins.registry import DRAFTERS, KV_MANAGERS, PREFIX_CACHES, SCHEDULERS, create, installed
 from plugins.schedulers.fcfs import FCFSScheduler
 
 
@@ -46,6 +47,58 @@ def test_builtin_kv_manager_conforms(manager: str, cache: str) -> None:
         return built
 
     check_kv_manager(build)
+
+
+@pytest.mark.parametrize("name", names(DRAFTERS))
+def test_builtin_drafter_conforms(name: str) -> None:
+    check_drafter(lambda: create(DRAFTERS, name, kwargs={}, options={}))
+
+
+class TooMany(NgramDrafter):
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+        return super().propose(request_id, token_ids, max_tokens + 1)
+
+
+class Unheard(NgramDrafter):
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+        return [len(token_ids)]
+
+
+class Iterates(NgramDrafter):
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Any:
+        return iter(super().propose(request_id, token_ids, max_tokens))
+
+
+class Strings(NgramDrafter):
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Any:
+        return "1"
+
+
+class Changes(NgramDrafter):
+    def propose(self, request_id: str, token_ids: Any, max_tokens: int) -> Sequence[int]:
+        token_ids[-1] = 0 if token_ids[-1] else 1
+        return []
+
+
+class Dice(Drafter):
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+        return [random.SystemRandom().randrange(4)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (TooMany, "tokens when asked for"),
+        (Unheard, "for a vocabulary of 4"),
+        (Iterates, "not a sequence"),
+        (Strings, "'1', which is no token id"),
+        (Changes, "changed the token ids"),
+        (Dice, "two runs with the same requests differ"),
+    ],
+)
+def test_a_misbehaving_drafter_fails(broken: type[Drafter], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_drafter(broken)
 
 
 class UnknownRequest(FCFSScheduler):

@@ -11,10 +11,12 @@ from mlx_engine.errors import ConfigError, PluginError
 from plugins.prefix_caches.radix import RadixPrefixCache
 from plugins.registry import (
     ATTENTION_BACKENDS,
+    DRAFTERS,
     KV_MANAGERS,
     PREFIX_CACHES,
     SCHEDULERS,
     create,
+    create_drafter,
     installed,
     load_policy,
 )
@@ -46,11 +48,23 @@ def install(site: Path, distribution: str, source: str, *, group: str = SCHEDULE
 
 
 def test_builtins_are_on_offer_through_entry_points() -> None:
-    offers = {group: {policy.name for policy in installed(group)} for group in (SCHEDULERS, KV_MANAGERS, PREFIX_CACHES)}
+    groups = (SCHEDULERS, KV_MANAGERS, PREFIX_CACHES, DRAFTERS)
+    offers = {group: {policy.name for policy in installed(group)} for group in groups}
     assert offers[SCHEDULERS] >= {"fcfs", "wave", "priority"}
     assert offers[KV_MANAGERS] >= {"paged", "contiguous"}
     assert offers[PREFIX_CACHES] >= {"radix", "hash_chain", "none"}
+    assert offers[DRAFTERS] >= {"ngram"}
     assert load_policy(SCHEDULERS, "fcfs") is FCFSScheduler
+
+
+def test_no_drafter_is_none_and_takes_no_options() -> None:
+    assert create_drafter("none", {}) is None
+    with pytest.raises(PluginError, match="name a drafter"):
+        create_drafter("none", {"num_tokens": 3})
+    with pytest.raises(PluginError, match="no option 'tokens'"):
+        create_drafter("ngram", {"tokens": 3})
+    with pytest.raises(PluginError, match="Installed: ngram"):
+        create_drafter("medusa", {})
 
 
 def test_attention_backends_are_checked_against_their_protocol(site: Path) -> None:

@@ -23,6 +23,16 @@ __device__ inline Raw join(const unsigned (&words)[4]) { return make_uint4(words
 __device__ inline unsigned low_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x5410); }
 __device__ inline unsigned high_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x7632); }
 
+// Copies 16 bytes into shared memory, or puts zeros there, while the threads go on; then `end_copies`, and
+// `wait_for_copies` for all but those that were ended last.
+template <typename T>
+__device__ inline void copy16(Raw* target, const T* source, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(target))),
+               "l"(source), "r"(wanted ? 16 : 0));
+}
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;"); }
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 template <typename T>
 struct Matrix;
 

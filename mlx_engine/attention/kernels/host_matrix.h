@@ -20,6 +20,13 @@ inline unsigned low_halves(unsigned one, unsigned two) { return (one & 0xffffu) 
 inline unsigned high_halves(unsigned one, unsigned two) { return one >> 16 | (two & 0xffff0000u); }
 
 template <typename T>
+void copy16(Raw* target, const T* source, bool wanted) {
+  *target = wanted ? load16(source) : zero16();
+}
+inline void end_copies() {}
+inline void wait_for_copies() {}
+
+template <typename T>
 struct Matrix {
   static unsigned pack(float low, float high) { return T(low).bits | unsigned(T(high).bits) << 16; }
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_engine import model_runner
+from mlx_engine.attention.fused import FusedBackend, FusedStep
+from mlx_engine.attention.kernels import PagedKernels
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
@@ -16,6 +18,7 @@ from mlx_engine.errors import ConfigError
 from mlx_engine.types import Request, SamplingParams
 from plugins import build
 from tests.mlx_engine.kernels.fake_graphs import FakeGraphs
+from tests.mlx_engine.test_drafts import Replay, answers
 from tests.parity.tiny_models import TINY
 from tests.parity.tiny_models import build as build_model
 
@@ -29,15 +32,8 @@ _OPTIONS: list[dict[str, Any]] = [
 
 
 def _engine(name: str, **options: object) -> Engine:
-    config = EngineConfig(
-        model="tiny",
-        num_blocks=40,
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=24,
-        cpu_backend="blas",
-        **options,  # type: ignore[arg-type]
-    )
+    sizes = {"num_blocks": 40, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    config = EngineConfig(**{"model": "tiny", "cpu_backend": "blas", **sizes, **options})  # type: ignore[arg-type]
     return build.build_engine_for(config, build_model(TINY[name]))
 
 
@@ -76,6 +72,52 @@ def test_the_same_tokens_as_by_gathering(
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
     assert {path for path in ("compiled", "recorded") if counts.get(path)} == {how} - {"eager"}
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "wrong_every"), [("llama_biases", True, 3), ("gpt_oss", False, 3), ("gpt_oss", True, 10**9)]
+)
+def test_drafts_are_checked_by_the_decode_kernel(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, name: str, wrong_every: int, compiled: bool
+) -> None:
+    """Beside prefill chunks, whose tokens the same kernel stores."""
+    expected, plain = answers(_engine(name, attention_backend="gather"))
+    monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, wrong_every))
+    got, stats = answers(_engine(name, attention_backend="fused", compile_decode=compiled, max_num_seqs=24))
+    assert got == expected
+    assert stats.steps < 0.75 * plain.steps
+    assert stats.draft_tokens >= stats.accepted_draft_tokens > 0
+    assert (stats.accepted_draft_tokens == stats.draft_tokens) == (wrong_every > 3)
+    assert stats.dispatch["fused"] > 0
+    # All steps but those with chunks, of which there is one for each of six prompts and one more for each long one.
+    assert stats.dispatch.get("compiled", 0) >= (stats.steps - 9 if compiled else 0)
+
+
+def test_rows_with_drafts_are_stored_first_and_the_decode_kernel_takes_what_says_so(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels here run one after the other in any case; on a GPU only an argument keeps them in order."""
+    calls: list[object] = []
+    append, decode = FusedBackend.append, PagedKernels.decode
+
+    def watched_append(self: FusedBackend, layer: int, step: FusedStep, *new: mx.array) -> mx.array:
+        if step.first_stored < step.num_decodes:
+            calls.append(step.seq_lens)
+        return append(self, layer, step, *new)
+
+    def watched_decode(self: PagedKernels, *args: mx.array, **options: Any) -> mx.array:
+        if calls and isinstance(calls[-1], mx.array):
+            # Its own lengths, made anew after the kernel that stored.
+            calls.append((args[-1] is not calls[-1], mx.array_equal(args[-1], calls[-1]).item()))
+        return decode(self, *args, **options)
+
+    expected, _ = answers(_engine("llama_biases", attention_backend="gather"))
+    monkeypatch.setattr(FusedBackend, "append", watched_append)
+    monkeypatch.setattr(PagedKernels, "decode", watched_decode)
+    monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, 10**9))
+    answers(_engine("llama_biases", attention_backend="fused", compile_decode=False))
+    assert len(calls) > 10
+    assert set(calls[1::2]) == {(True, True)}
 
 
 def test_auto_is_fused_where_its_kernels_run(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
