@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_engine.attention.kernels import paged
 from mlx_engine.types import cdiv
 
-# Rows that a product takes at most: beyond, MLX's own are faster.
+# Rows up to which these products are worth their while: beyond, MLX's own are faster.
 MAX_GEMV_ROWS = 2
 _WARPS = 8
 _UNROLL = 4
@@ -46,10 +46,10 @@ def gemv(
     gated: bool = False,
     rotation: Rotation | None = None,
 ) -> mx.array:
-    """norm(x) [rows, K] times the transpose of weight [N, K], plus bias [N]; at most MAX_GEMV_ROWS rows.
+    """norm(x) [rows, K] times the transpose of weight [N, K], plus bias [N]. For a few rows: up to 32 work.
 
     Then one of: residual [rows, N] is added; `gated` gives silu(first half) * second half [rows, N / 2]; `rotation`
-    turns the heads that [rows, N] starts with. All of one type, K a multiple of 16 bytes, N even.
+    turns the heads that [rows, N] starts with. All of one type and row-contiguous, K a multiple of 16 bytes, N even.
     """
     rows, depth = x.shape
     num_columns = weight.shape[0]

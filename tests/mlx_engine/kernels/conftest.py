@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_engine import gpu, model_runner
 from mlx_engine.attention import fused
 from mlx_engine.attention.kernels import paged
 from tests.mlx_engine.kernels.executors import HostKernel, MetalTextKernel
@@ -30,6 +31,20 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+@pytest.fixture(params=["host", "gpu"])
+def matrix_dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels run that use a warp's matrix instructions, which Metal's dialect doesn't have."""
+    if request.param == "gpu":
+        if not paged.has_matrix_instructions():
+            pytest.skip("needs a GPU with matrix instructions")
+        return "gpu"
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(paged, "_kernel", HostKernel)
+    monkeypatch.setattr(paged, "has_matrix_instructions", lambda: True)
+    return "host"
+
+
 @pytest.fixture
 def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""
@@ -41,3 +56,10 @@ def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+@pytest.fixture
+def gpu_path_on_host(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets models be changed and samples be drawn as on a GPU, by the kernels, too."""
+    for module in (gpu, model_runner):
+        monkeypatch.setattr(module, "kernels_run_here", lambda: True)

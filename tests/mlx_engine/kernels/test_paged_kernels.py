@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,16 +21,93 @@ from tests.mlx_engine.kernels.executors import HostKernel, KernelFault
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # float16 differs from the others in how it is loaded and stored only.
 _CASES = [*reference.cases(mx.float32), *reference.cases(mx.bfloat16), *reference.cases(mx.float16)[::5]]
+# Groups of 1, 4, 8, 12 (two of them in one of 24) and 16 heads.
+_MATRIX_CASES = [
+    DecodeCase(3, 4, 1, 64, 64, 16, 100, mx.bfloat16),
+    DecodeCase(3, 3, 3, 64, 64, 16, 90, mx.float16, window=20),
+    DecodeCase(3, 8, 1, 64, 64, 16, 70, mx.bfloat16, soft_cap=3.0, has_sinks=True),
+    DecodeCase(3, 24, 1, 80, 80, 16, 70, mx.bfloat16, has_sinks=True),
+    # The sums of 8 warps don't fit in shared memory at once.
+    DecodeCase(2, 16, 1, 128, 128, 32, 150, mx.bfloat16),
+    DecodeCase(3, 4, 2, 96, 64, 48, 300, mx.float16, splits=4),
+    DecodeCase(3, 8, 2, 64, 64, 16, 400, mx.bfloat16, splits=4, window=70, has_sinks=True),
+    # Several parts have no tokens, and more than 128 threadgroups have 4 warps each.
+    DecodeCase(70, 4, 2, 64, 64, 16, 3, mx.bfloat16, splits=2),
+    DecodeCase(70, 24, 2, 48, 64, 16, 20, mx.bfloat16),
+]
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_decode_is_attention_over_the_rows_own_tokens(dialect: str, case: DecodeCase) -> None:
+    _check_decode(case)
+
+
+@pytest.mark.parametrize("case", _MATRIX_CASES, ids=str)
+def test_decode_by_matrix_instructions_gives_the_same(
+    matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, case: DecodeCase
+) -> None:
+    used: list[str] = []
+    make = paged._kernel
+    monkeypatch.setattr(paged, "_kernel", lambda name: used.append(name) or make(name))
+    _check_decode(case)
+    assert used == (["decode_matrix"] if case.splits == 1 else ["decode_matrix_split", "combine"])
+
+
+def _check_decode(case: DecodeCase) -> None:
     inputs = reference.make_inputs(case)
     out, pool = reference.run(case, inputs)
     assert reference.relative_error(out, reference.decode(case, inputs)) < reference.TOLERANCE[case.dtype]
     # Exactly the new tokens have been added to the pool.
     for got, expected in zip(pool.arrays(), itertools.chain(*reference.stored(inputs)), strict=True):
         np.testing.assert_array_equal(np.array(got.astype(mx.float32)).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "decode_matrix"),
+        ({"dtype": mx.float16}, "decode_matrix"),
+        ({"dtype": mx.float32}, "decode"),
+        ({"quantized": True}, "decode"),
+        ({"key_head_dim": 136}, "decode"),
+        ({"value_head_dim": 256}, "decode"),
+        ({"block_size": 24}, "decode"),
+    ],
+    ids=str,
+)
+def test_which_layers_are_for_matrix_instructions(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], name: str
+) -> None:
+    case = replace(DecodeCase(1, 2, 1, 64, 64, 16, 9, mx.bfloat16), **change)
+    inputs = reference.make_inputs(case)
+    used: list[str] = []
+    monkeypatch.setattr(paged, "_kernel", lambda kernel: used.append(kernel) or HostKernel(kernel))
+    for there in (False, True):
+        monkeypatch.setattr(paged, "has_matrix_instructions", lambda there=there: there)
+        reference.run(case, inputs)
+    assert used == ["decode", name]
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "layout", "splits"),
+    [
+        (1, 32, 8, (4, 8), 32),  # 8 threadgroups of all 256 that are wanted
+        (16, 32, 8, (4, 8), 2),
+        (17, 32, 8, (4, 4), 1),
+        (1, 9, 3, (3, 8), 64),
+        (2, 48, 2, (12, 8), 32),  # a group of 24 is two of 12
+        (1, 17, 1, (1, 8), 8),
+    ],
+)
+def test_the_layout_for_matrix_instructions(
+    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, kv_heads: int, layout: tuple[int, int], splits: int
+) -> None:
+    monkeypatch.setattr(paged, "has_matrix_instructions", lambda: True)
+    pool = LayerPool.zeros(LayerKVSpec(kv_heads, 64, 64), 2, 16, mx.bfloat16, mx.bfloat16)
+    kernels = PagedKernels(heads, kv_heads, 64, 64, 16, mx.bfloat16)
+    assert kernels.decode_layout(rows, pool) == layout
+    assert kernels.num_splits(rows, pool, 32_768) == splits
+    assert kernels.num_splits(rows, pool, 1024) == 1
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_engine.attention.kernels import PagedKernels, paged
+from mlx_engine.attention.kernels import PagedKernels
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.input_batch import PrefillChunk
 from mlx_engine.types import LayerKVSpec, cdiv
-from tests.mlx_engine.kernels.executors import HostKernel
 
 Array = npt.NDArray[Any]
 
@@ -52,20 +50,8 @@ CASES = (
 )
 
 
-@pytest.fixture(params=["host", "gpu"])
-def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel runs."""
-    if request.param == "gpu":
-        if not paged.has_matrix_instructions():
-            pytest.skip("needs a GPU with matrix instructions")
-        return
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_row_attends_to_its_sequence_up_to_itself(dialect: None, case: Case) -> None:
+def test_each_row_attends_to_its_sequence_up_to_itself(matrix_dialect: str, case: Case) -> None:
     got, expected = run(case)
     assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < (1e-2 if case.dtype == mx.bfloat16 else 2e-3)
 

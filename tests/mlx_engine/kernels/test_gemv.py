@@ -1,0 +1,148 @@
+"""Products of a few rows with a weight matrix, and what is taken in around them, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mlx_engine.attention.kernels import paged, reference
+from mlx_engine.attention.kernels import gemv as gemv_module
+from mlx_engine.attention.kernels.gemv import Norm, Rotation, gemv, rotate
+
+Array = npt.NDArray[Any]
+_EPS = 1e-5
+_HALF = 8  # of a head's columns
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product [rows, depth] x [depth, columns]."""
+
+    dtype: mx.Dtype
+    rows: int
+    depth: int
+    columns: int
+    splits: int  # that such a product must get
+    norm: bool = False
+    bias: bool = False
+    finish: Literal["none", "residual", "gated", "rotation"] = "none"
+
+
+# A lane reads 4 pieces of 16 bytes before it uses them, a warp 2 KB; a threadgroup takes 8 / splits pairs of columns.
+# The depths end within a warp's reading, and the pairs mostly within a threadgroup.
+CASES = (
+    Case(mx.float32, 1, 4100, 14, 8, norm=True, bias=True),
+    Case(mx.float32, 4, 2056, 22, 4, finish="residual"),
+    Case(mx.float32, 2, 200, 28, 1, bias=True, finish="gated"),
+    Case(mx.bfloat16, 2, 2056, 42, 2, norm=True, finish="gated"),
+    Case(mx.bfloat16, 4, 1032, 96, 1, norm=True, bias=True, finish="rotation"),
+    Case(mx.bfloat16, 1, 72, 36, 1),
+    Case(mx.float16, 3, 72, 38, 1, bias=True, finish="residual"),
+    Case(mx.float16, 1, 2048, 64, 2, norm=True, finish="rotation"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_product_with_all_that_goes_around_it(dialect: str, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    rng = np.random.default_rng(0)
+    templates = _noted_templates(monkeypatch)
+
+    def draw(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(case.dtype)
+
+    x, weight = draw(case.rows, case.depth), draw(case.columns, case.depth)
+    norm_weight, bias, residual = draw(case.depth), draw(case.columns), draw(case.rows, case.columns)
+    expected = _exact(x)
+    options: dict[str, Any] = {}
+    if case.norm:
+        expected = expected / np.sqrt((expected**2).mean(axis=1, keepdims=True) + _EPS) * _exact(norm_weight)
+        options["norm"] = Norm(norm_weight, _EPS)
+    # Sums of the size of 1, which is where a gate bends.
+    weight = (weight * case.depth**-0.5).astype(case.dtype)
+    expected = expected @ _exact(weight).T
+    if case.bias:
+        expected, options["bias"] = expected + _exact(bias), bias
+    if case.finish == "residual":
+        expected, options["residual"] = expected + _exact(residual), residual
+    elif case.finish == "gated":
+        gate, up = np.split(expected, 2, axis=1)
+        expected, options["gated"] = gate / (1 + np.exp(-gate)) * up, True
+    elif case.finish == "rotation":
+        # All heads but the last one, as of values.
+        rotation = _rotation(rng, case.rows, case.columns // (2 * _HALF) - 1)
+        expected, options["rotation"] = _rotated(expected, rotation), rotation
+    got = gemv(x, weight, **options)
+    assert got.dtype == case.dtype
+    assert got.shape == expected.shape
+    assert reference.relative_error(got, expected) < reference.TOLERANCE[case.dtype]
+    if templates is not None:
+        assert [template["SPLITS"] for template in templates] == [case.splits]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_heads_are_rotated_wherever_their_rows_are(dialect: str, dtype: mx.Dtype) -> None:
+    """Rows of a wider matrix, whose other columns aren't taken; more pairs than a threadgroup has threads."""
+    rng = np.random.default_rng(1)
+    num_heads = 19
+    rotation = _rotation(rng, 3, num_heads)
+    wide = mx.array(rng.standard_normal((3, 360)).astype(np.float32)).astype(dtype)
+    x = wide[:, 16:]
+    got = rotate(x, rotation)
+    expected = _rotated(_exact(x), rotation)[:, : num_heads * 2 * _HALF]
+    assert got.shape == expected.shape
+    assert reference.relative_error(got, expected) < reference.TOLERANCE[dtype]
+
+
+def test_sums_are_split_only_as_far_as_each_warp_has_enough_to_read() -> None:
+    for pairs in (1, 100, 1024, 8192, 100_000):
+        for pieces in (1, 255, 256, 512, 1024, 4096):
+            splits = gemv_module._num_splits(pairs, pieces)
+            assert splits in (1, 2, 4, 8)
+            assert splits == 1 or (pieces // splits >= 128 and pairs * splits < 2 * 8192)
+    assert gemv_module._num_splits(1024, 1024) == 8
+    assert gemv_module._num_splits(8192, 4096) == 1
+
+
+def _noted_templates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]] | None:
+    """What kernels on the host are compiled for from now on; None on a GPU, whose kernels are MLX's own objects."""
+    make: Any = paged._kernel
+    if not isinstance(make, type):
+        return None
+    noted: list[dict[str, Any]] = []
+
+    def watched(name: str) -> Any:
+        kernel = make(name)
+
+        def call(*, template: Any, **options: Any) -> Any:
+            noted.append(dict(template))
+            return kernel(template=template, **options)
+
+        return call
+
+    monkeypatch.setattr(paged, "_kernel", watched)
+    return noted
+
+
+def _rotation(rng: np.random.Generator, rows: int, num_heads: int) -> Rotation:
+    angles = rng.uniform(0, 3000, (rows, _HALF))
+    return Rotation(mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32)), num_heads)
+
+
+def _rotated(x: Array, rotation: Rotation) -> Array:
+    out = x.copy()
+    cosines, sines = _exact(rotation.cosines), _exact(rotation.sines)
+    for head in range(rotation.num_heads):
+        first = slice(head * 2 * _HALF, head * 2 * _HALF + _HALF)
+        second = slice(first.stop, first.stop + _HALF)
+        out[:, first] = x[:, first] * cosines - x[:, second] * sines
+        out[:, second] = x[:, first] * sines + x[:, second] * cosines
+    return out
+
+
+def _exact(array: mx.array) -> Array:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
