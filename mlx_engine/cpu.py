@@ -26,7 +26,7 @@ from mlx_lm.models import activations
 
 from mlx_engine.linear import QUERY_KEY_VALUE, fuse_projections, pack_linear, pack_tied_head
 from mlx_engine.mathops import fast_swiglu
-from mlx_engine.modules import replace_module
+from mlx_engine.modules import inner_first, replace_module
 from mlx_engine.native import NativeLibrary
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,9 @@ def adapt_for_cpu(model: nn.Module, native: NativeLibrary | None = None) -> None
     tables: dict[tuple[Any, ...], RotaryTable] = {}
     counts: Counter[str] = Counter()
     # Before anything else: the layers that are fused are not to be packed one by one.
-    for _, module in list(model.named_modules()):
+    for _, module in inner_first(model):
         counts["fused projections"] += fuse_projections(module, QUERY_KEY_VALUE, native)
-    for name, module in list(model.named_modules()):
+    for name, module in inner_first(model):
         if type(module) is nn.RoPE and not module.traditional:
             key = (module.dims, module.base, module.scale)
             replace_module(model, name, StepRoPE(module, tables.setdefault(key, RotaryTable(*key))))

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_engine.attention.fused import kernels_run_here
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTables
 from mlx_engine.linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
-from mlx_engine.modules import replace_module
+from mlx_engine.modules import inner_first, replace_module
 
 logger = logging.getLogger(__name__)
 
@@ -18,15 +18,16 @@ def adapt_for_gpu(model: nn.Module) -> None:
     """Puts blocks of fewer kernels where the architecture allows it.
 
     Elsewhere it makes one product each of the query, key and value projections, and of an MLP's gate and up
-    projections. The weights are put together and the parts let go, a module at a time.
+    projections. The weights are put together and the parts let go a module at a time: the memory for a second copy of
+    them all may not be there.
     """
     blocks, tables = 0, RotaryTables()
-    for name, module in list(model.named_modules()):
+    for name, module in inner_first(model):
         if kernels_run_here() and FusedDecoderBlock.takes(module):
             replace_module(model, name, FusedDecoderBlock(module, tables))
             blocks += 1
     count = 0
-    for _, module in list(model.named_modules()):
+    for _, module in inner_first(model):
         for names in (QUERY_KEY_VALUE, GATE_UP):
             count += fuse_projections(module, names)
     logger.info("GPU: %d decoder blocks and %d more groups of linear layers fused", blocks, count)

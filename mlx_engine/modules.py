@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.nn as nn
@@ -17,3 +18,14 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
         parent[int(last)] = module
     else:
         setattr(parent, last, module)
+
+
+def inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model's modules by name, those inside another one before it.
+
+    For changing a model on the way: a module that is replaced, and all inside it, is let go with the next one.
+    """
+    # Outer ones come first in it, and whatever is still in it is held.
+    modules = model.named_modules()
+    while modules:
+        yield modules.pop()

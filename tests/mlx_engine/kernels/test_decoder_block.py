@@ -1,0 +1,249 @@
+"""Blocks of few kernels in tiny models, the kernels on the host: which models get them, and that they stay themselves."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
+
+from mlx_engine import decoder_block, gpu, paged_model
+from mlx_engine.attention.kernels.gemv import Rotation, rotate
+from mlx_engine.config import EngineConfig
+from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTable, RotaryTables
+from mlx_engine.errors import ModelLoadError
+from mlx_engine.gpu import adapt_for_gpu
+from mlx_engine.models.load import LoadedModel
+from mlx_engine.paged_model import PagedModel
+from mlx_engine.types import Request, SamplingParams
+from plugins import build as build_module
+from tests.parity.tiny_models import TINY, build
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_SCALED = {"rope_type": "linear", "factor": 3.0}
+
+
+def blocks(model: nn.Module) -> list[FusedDecoderBlock]:
+    """Those of the model."""
+    return [module for module in model.modules() if type(module) is FusedDecoderBlock]
+
+
+def changed(name: str, **changes: Any) -> LoadedModel:
+    """One of the tiny models, with another configuration."""
+    return build({**TINY[name], **changes})
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that the probe finds: with 2 rows, which run through our products, then with 12, through MLX's."""
+    found: list[float] = []
+    original = paged_model._relative_error
+
+    def noted(got: mx.array, expected: mx.array) -> float:
+        found.append(original(got, expected))
+        return found[-1]
+
+    monkeypatch.setattr(paged_model, "_relative_error", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "limit"),
+    [
+        ("llama_mqa", {"rope_scaling": _LLAMA3}, 1e-5),
+        ("llama_mqa", {"rope_scaling": _YARN}, 1e-5),
+        ("llama_bfloat16", {"rope_scaling": _SCALED, "tie_word_embeddings": True}, 3e-2),
+        ("qwen2", {}, 1e-5),
+        ("qwen3_float16", {}, 4e-3),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, 1e-5),
+    ],
+)
+def test_a_model_on_these_blocks_gives_its_own_logits(
+    gpu_path_on_host: None, errors: list[float], name: str, changes: dict[str, Any], limit: float
+) -> None:
+    loaded = changed(name, num_hidden_layers=2, **changes)
+    assert PagedModel(loaded, adapt_for_gpu).num_heads == (4, 4)
+    assert len(blocks(loaded.model)) == 2
+    assert len(errors) == 2
+    assert max(errors) < limit
+
+
+@pytest.mark.parametrize("broken", ["gemv", "rotate", "_add_product", "_inverse_frequencies"])
+def test_the_probe_notices_a_block_that_is_wrong(
+    gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Whether it is wrong for few rows or for more."""
+    original = getattr(decoder_block, broken)
+    monkeypatch.setattr(decoder_block, broken, lambda *args, **options: original(*args, **options) * 1.1)
+    with pytest.raises(ModelLoadError, match="its logits differ"):
+        PagedModel(changed("llama_mqa", num_hidden_layers=1), adapt_for_gpu)
+
+
+def test_requests_get_the_same_tokens_on_them(gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from the model's own blocks: decode steps of one row and of more, beside chunks or not."""
+
+    def tokens() -> dict[str, list[int]]:
+        config = EngineConfig(
+            model="tiny",
+            num_blocks=20,
+            max_model_len=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=6,
+            cpu_backend="blas",
+            attention_backend="fused",
+            compile_decode=False,
+        )
+        engine = build_module.build_engine_for(config, changed("llama_mqa", num_hidden_layers=1))
+        rng = np.random.default_rng(3)
+        found: dict[str, list[int]] = {}
+        for i, (length, max_tokens) in enumerate(((2, 5), (7, 2), (3, 2))):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            engine.add_request(Request(str(i), tuple(rng.integers(3, 90, length).tolist()), sampling))
+            found[str(i)] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] += output.new_token_ids
+        return found
+
+    expected = tokens()
+    made: list[FusedDecoderBlock] = []
+
+    def adapt(model: nn.Module, native: object = None) -> None:
+        adapt_for_gpu(model)
+        made.extend(blocks(model))
+
+    monkeypatch.setattr(build_module, "adapt_for_cpu", adapt)
+    assert tokens() == expected
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "mixtral", "qwen3_moe", "gemma3", "gpt_oss", "phi3", "olmo2"])
+def test_other_architectures_keep_their_blocks(gpu_path_on_host: None, name: str) -> None:
+    """And blocks of the family whose MLP has biases."""
+    model = build(TINY[name]).model
+    layers = [weakref.ref(layer) for layer in model.layers]
+    adapt_for_gpu(model)
+    assert [layer() for layer in layers] == model.layers
+    assert not blocks(model)
+
+
+def test_without_a_gpu_no_block_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "kernels_run_here", lambda: False)
+    model = build(TINY["llama_mqa"]).model
+    adapt_for_gpu(model)
+    assert not blocks(model)
+
+
+def _quantize(block: Any) -> None:
+    block.mlp.down_proj = nn.QuantizedLinear.from_linear(block.mlp.down_proj, 32, 8)
+
+
+def _mix_types(block: Any) -> None:
+    block.self_attn.o_proj.weight = block.self_attn.o_proj.weight.astype(mx.bfloat16)
+
+
+def _norm_in_another_type(block: Any) -> None:
+    block.input_layernorm.weight = block.input_layernorm.weight.astype(mx.bfloat16)
+
+
+def _narrow(block: Any) -> None:
+    block.mlp.gate_proj, block.mlp.up_proj = nn.Linear(128, 162, bias=False), nn.Linear(128, 162, bias=False)
+    block.mlp.down_proj = nn.Linear(162, 128, bias=False)
+
+
+def _bias_of_one(block: Any) -> None:
+    block.self_attn.q_proj.bias = mx.zeros((block.self_attn.q_proj.weight.shape[0],))
+
+
+@pytest.mark.parametrize("change", [_quantize, _mix_types, _norm_in_another_type, _narrow, _bias_of_one])
+def test_a_block_that_the_kernels_could_not_run_is_left(gpu_path_on_host: None, change: Any) -> None:
+    """Weights of fewer bits, of several types, rows of no whole pieces of 16 bytes, a bias for some of the columns."""
+    model = build(TINY["llama_mqa"]).model
+    change(model.layers[1])
+    assert [FusedDecoderBlock.takes(layer) for layer in model.layers] == [True, False, True]
+    adapt_for_gpu(model)
+    assert [type(layer) is FusedDecoderBlock for layer in model.layers] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["llama_mqa", "llama_biases"])
+def test_weights_are_not_kept_twice_nor_held_twice_on_the_way(gpu_path_on_host: None, name: str) -> None:
+    """Whether the block is replaced or its products are put together."""
+    loaded = changed(name, num_hidden_layers=8)
+    model = loaded.model
+    parts = [weakref.ref(layer.self_attn.q_proj) for layer in model.layers]
+    size = sum(int(array.nbytes) for _, array in tree_flatten(model.layers[0].parameters()))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    adapt_for_gpu(model)
+    assert mx.get_peak_memory() - before < 3 * size
+    assert mx.get_active_memory() - before < size / 2
+    assert [part() for part in parts] == [None] * 8
+
+
+def test_layers_share_a_table_where_their_embeddings_are_the_same(gpu_path_on_host: None) -> None:
+    model = build(TINY["llama_mqa"]).model
+    model.layers[1].self_attn.rope = nn.RoPE(96, base=500.0)
+    adapt_for_gpu(model)
+    first, other, last = (block._angles for block in model.layers)
+    assert first is last is not other
+    assert (first.num_layers, other.num_layers) == (2, 1)
+
+
+def test_a_table_is_made_once_a_step_and_let_go_after_its_last_layer() -> None:
+    tables = RotaryTables()
+    table = [tables.of(nn.RoPE(8), 8) for _ in range(3)][0]
+    assert isinstance(table, RotaryTable)
+    for start in (0, 7):
+        positions = mx.arange(start, start + 5)
+        pairs = [table(positions) for _ in range(3)]
+        assert pairs[0] is pairs[1] is pairs[2]
+        np.testing.assert_allclose(np.array(pairs[0][0][:, 0]), np.cos(np.arange(start, start + 5)), atol=1e-6)
+        assert table._table is table._positions is None
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        nn.RoPE(32, base=20_000.0),
+        nn.RoPE(32, scale=0.25),
+        Llama3RoPE(32, base=500_000.0, scaling_config={**_LLAMA3, "original_max_position_embeddings": 2048}),
+    ],
+    ids=["plain", "scaled", "llama3"],
+)
+def test_tables_turn_heads_as_the_embedding_does(gpu_path_on_host: None, rope: Any) -> None:
+    table = RotaryTables().of(rope, 32)
+    assert table is not None
+    positions = mx.array([0, 1, 250, 4000], mx.int32)
+    x = mx.random.normal((4, 3 * 32), key=mx.random.key(1))
+    got = rotate(x, Rotation(*table(positions), 3)).reshape(4, 3, 32)
+    expected = rope(x.reshape(4, 3, 1, 32), offset=positions)[:, :, 0]
+    # What a rounded angle of some thousand radians makes.
+    np.testing.assert_allclose(np.array(got), np.array(expected), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [nn.RoPE(32, traditional=True), nn.RoPE(16), YarnRoPE(32, scaling_factor=4.0)],
+    ids=["traditional", "a part of the head", "yarn"],
+)
+def test_other_embeddings_have_no_table(rope: nn.Module) -> None:
+    assert RotaryTables().of(rope, 32) is None
+
+
+def test_heads_that_are_normed_are_turned_by_the_model(gpu_path_on_host: None) -> None:
+    model = build(TINY["qwen3"]).model
+    adapt_for_gpu(model)
+    assert len(blocks(model)) == 3
+    assert all(block._angles is None and block.head_norms for block in blocks(model))
