@@ -35,7 +35,7 @@ from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCH
 logger = logging.getLogger(__name__)
 
 # Of the device's memory, what recordings of steps with chunks may take.
-_RECORDED_SHARE = 0.06
+_RECORDED_SHARE = 0.1
 
 Progress = Callable[[str, float], None]
 
@@ -236,7 +236,6 @@ def _recorded_chunks(
         load_graphs(),
         recorded.samples,
         tile_shape=tile_shape,
-        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_pages=recorded.max_pages,
         block_size=config.block_size,
