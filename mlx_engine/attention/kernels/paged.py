@@ -206,9 +206,9 @@ class PagedKernels:
         return all(dim % elements == 0 and 0 < dim <= 256 for dim in (key_head_dim, value_head_dim))
 
     @staticmethod
-    def length(num_tokens: int) -> mx.array:
-        """A number of tokens on the device."""
-        return mx.full((_MIN_SIZE,), num_tokens, mx.int32)
+    def length(num_tokens: int) -> tuple[int, mx.array]:
+        """A number of tokens, on the host and on the device."""
+        return num_tokens, mx.full((_MIN_SIZE,), num_tokens, mx.int32)
 
     def uses_matrix(self, pool: LayerPool) -> bool:
         """Whether attention over this pool runs on a warp's matrix instructions."""
@@ -404,8 +404,7 @@ class PagedKernels:
     ) -> tuple[mx.array, mx.array]:
         """The first tokens of a sequence: keys and values [num_kv_heads, num_tokens, head_dim].
 
-        block_table [P] int32, whose first block holds the first of them; length is their number, and the same as
-        `PagedKernels.length` gives it; after [8] is the ticket of what stored them.
+        block_table [P] int32, whose first block holds the first of them; after [8] is the ticket of what stored them.
         It is an argument of the kernel, since a GPU runs kernels at the same time that share no array: an order of
         evaluation alone (`mx.depends`) would not keep them apart.
         """
