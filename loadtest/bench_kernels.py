@@ -2,8 +2,8 @@
 
 Every case of the kernels' tests is compared with float64, decode attention is timed over block tables in random order
 against a copy of device memory, and prefill chunks in both ways: our kernel on the pool, and MLX's attention on pages
-that were collected. On CUDA the calls are recorded, as the engine's steps are. Prints tables, writes JSON, and ends with
-1 if a result is wrong.
+that were collected. On CUDA the calls are recorded, as the engine's steps are. Prints tables, writes JSON, and ends
+with 1 if a result is wrong.
 """
 
 from __future__ import annotations
