@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
@@ -57,7 +57,7 @@ class Backend:
         self.tables: list[np.ndarray] = []
         self.lens: list[list[int]] = []
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> Any:
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False) -> Any:
         """Notes what each step is given."""
         self.tables.append(np.array(block_tables))
         self.lens.append(seq_lens.tolist())  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_greedy_and_sampled_rows_run_from_one_recording(recorded: RecordedDecode
     assert got == expected_tokens(parts, [3 * i for i in range(7)])
     assert got[::4] == [int(np.argmax(logits_after(3 * i, 5 + i))) for i in range(0, 7, 4)]
     # The same recording, other options.
-    parts = [dataclasses.replace(part, sampling=OPTIONS[(i + 1) % 4]) for i, part in enumerate(parts)]
+    parts = [msgspec.structs.replace(part, sampling=OPTIONS[(i + 1) % 4]) for i, part in enumerate(parts)]
     assert launch(recorded, parts) == expected_tokens(parts, [3 * i for i in range(7)])
     assert len(set(graphs.written)) == 1
 
