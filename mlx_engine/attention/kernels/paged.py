@@ -91,6 +91,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
         ("out",),
     ),
+    "gate": (("gate.inc",), ("x",), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
 }
 
@@ -102,8 +103,8 @@ def kernel_text(name: str, dialect: Dialect) -> str:
     return _compact("".join((_FOLDER / file).read_text() for file in files))
 
 
-# Kernels that use a warp's matrix instructions, which not every dialect has.
-_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill")
+# Kernels that use a warp's matrix instructions, or how those pack numbers, which not every dialect has.
+_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill", "gate")
 
 
 @functools.cache
