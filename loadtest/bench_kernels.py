@@ -1,7 +1,9 @@
 """The paged-attention kernels on this machine's GPU: right first, then how much of its bandwidth they reach.
 
-Every case of the kernels' tests is compared with float64, and decode attention is timed over block tables in random
-order against a copy of device memory. Prints tables, writes JSON, and ends with 1 if a result is wrong.
+Every case of the kernels' tests is compared with float64, decode attention is timed over block tables in random order
+against a copy of device memory, and prefill chunks in both ways: our kernel on the pool, and MLX's attention on pages
+that were collected. On CUDA the calls are recorded, as the engine's steps are. Prints tables, writes JSON, and ends
+with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ from loadtest.gpu import new_result
 from loadtest.options import positive_int
 from loadtest.tables import markdown_table, number
 from mlx_engine.attention.kernels import PagedKernels, reference
+from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool, row_bytes
-from mlx_engine.types import LayerKVSpec
+from mlx_engine.input_batch import PrefillChunk
+from mlx_engine.native.graphs import load_graphs
+from mlx_engine.types import LayerKVSpec, cdiv
 
 _COPY_BYTES = 1 << 30
 _CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
+_CHUNK_CHAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,36 @@ class Shape:
         return mx.int8 if self.quantized else mx.bfloat16
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prefill chunks of one length, each after the same number of tokens."""
+
+    num_chunks: int
+    num_tokens: int  # of each
+    start: int = 0
+    head_dim: int = 64
+
+    @property
+    def num_flops(self) -> float:
+        """Of the two products of a call, for what the rows see."""
+        seen = self.num_tokens * (self.start + (self.num_tokens + 1) / 2)
+        return 4.0 * self.num_chunks * seen * 32 * self.head_dim
+
+
+CHUNKS = tuple(
+    Chunks(*sizes, head_dim)
+    for head_dim in (64, 128)
+    for sizes in (
+        (1, 64, 0),
+        (1, 512, 0),
+        (16, 512, 0),
+        (1, 2048, 0),
+        (1, 8192, 0),
+        (1, 64, 4096),
+        (1, 512, 3584),
+        (1, 512, 15872),
+    )
+)
 SHAPES = (
     Shape(128, 4096, target=0.6),
     Shape(1, 32768, target=0.4),
@@ -105,6 +141,25 @@ def seconds(run: Callable[[], mx.array], rounds: int) -> list[float]:
     return taken
 
 
+def seconds_of_chain(chain: Callable[[mx.array], mx.array], first: mx.array, rounds: int) -> list[float]:
+    """Of each run of a chain of calls: recorded on CUDA, elsewhere compiled, so that no time is the host's."""
+    if not mx.cuda.is_available():
+        compiled = mx.compile(chain)
+        return seconds(lambda: compiled(first), rounds)
+    graphs = load_graphs()
+    mx.eval(chain(first))
+    recording = graphs.record(lambda: chain(first))
+    done = mx.zeros((8,), mx.uint32)
+    mx.eval(done)
+    taken = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        recording.launch()
+        graphs.fetch(done, 1).wait()
+        taken.append(time.perf_counter() - start)
+    return taken[1:]
+
+
 def copy_bandwidth(rounds: int) -> float:
     """Bytes per second, read and written, of one large element-wise operation."""
     source = mx.ones((_COPY_BYTES // 2,), mx.bfloat16)
@@ -148,14 +203,64 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales, queries, new, tables, lens)
     kernels = kernels_of(shape)
 
-    # Compiled as decode steps are, so that the kernels are timed and not the host that builds the graph.
-    @mx.compile
     def chain(out: mx.array) -> mx.array:
         for _ in range(_CHAIN):
             out = kernels.decode(out, new, new, pool, tables, lens, scale=shape.head_dim**-0.5, splits=splits)
         return out
 
-    return statistics.median(seconds(lambda: chain(queries), rounds)) / _CHAIN
+    return statistics.median(seconds_of_chain(chain, queries, rounds)) / _CHAIN
+
+
+def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:
+    """Seconds of one call, the median, of each way; of MLX's also what the first call of a length takes."""
+    seq_len = chunks.start + chunks.num_tokens
+    shape = Shape(chunks.num_chunks, seq_len, head_dim=chunks.head_dim)
+    kernels, pages = kernels_of(shape), cdiv(seq_len, shape.block_size)
+    tables = np.random.default_rng(0).permutation(chunks.num_chunks * pages).reshape(chunks.num_chunks, pages) + 1
+    pool = new_pool(shape, tables.size + 1)
+    numbers = mx.random.normal(((tables.size + 1) * shape.block_size, shape.num_kv_heads, shape.head_dim))
+    rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
+    pool.write(rows, numbers, numbers)
+    num_rows = chunks.num_chunks * chunks.num_tokens
+    queries = mx.random.normal((num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
+    ticket, scale = mx.zeros((8,), mx.int32), float(shape.head_dim**-0.5)
+    described = [
+        PrefillChunk(i * chunks.num_tokens, chunks.num_tokens, chunks.start, table.astype(np.int32))
+        for i, table in enumerate(tables)
+    ]
+    on_device = [mx.array(chunk.block_table) for chunk in described]
+    length = kernels.length(seq_len)
+    mx.eval(pool.keys, pool.values, queries, ticket, on_device, length[1])
+
+    def collected(out: mx.array) -> mx.array:
+        for _ in range(_CHUNK_CHAIN):
+            parts = []
+            for chunk, table in zip(described, on_device, strict=True):
+                keys, values = kernels.collect(pool, table, length, ticket)
+                q = out[chunk.first_row : chunk.first_row + chunk.num_tokens].transpose(1, 0, 2)
+                part = mx.fast.scaled_dot_product_attention(
+                    q[None], keys[None], values[None], scale=scale, mask="causal"
+                )
+                parts.append(part.squeeze(0).transpose(1, 0, 2))
+            out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return out
+
+    mx.eval(queries)
+    start = time.perf_counter()
+    mx.eval(collected(queries))
+    times = {"sdpa_first_s": time.perf_counter() - start}
+    times["sdpa_s"] = statistics.median(seconds_of_chain(collected, queries, rounds)) / _CHUNK_CHAIN
+    if kernels.uses_matrix(pool):
+        plan = ChunkPlan.of(described, 0, kernels.tile_shape)
+        mx.eval(plan.block_table, plan.chunks, plan.tiles)
+
+        def paged(out: mx.array) -> mx.array:
+            for _ in range(_CHUNK_CHAIN):
+                out = kernels.prefill(out, pool, plan, ticket, scale=scale)
+            return out
+
+        times["paged_s"] = statistics.median(seconds_of_chain(paged, queries, rounds)) / _CHUNK_CHAIN
+    return times
 
 
 def chosen_splits(shape: Shape) -> int:
@@ -195,7 +300,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     print(f"\n{environment.headline(result['environment'])}\ncopy: {bandwidth / 1e9:,.0f} GB/s\n")
     print(markdown_table(["sequences x tokens", "splits", "us", "GB/s", "of the copy", "target"], rows))
-    result |= {"checks": checks, "copy_bytes_per_s": bandwidth, "timings": timings}
+    chunk_timings, rows = [], []
+    for chunks in tqdm(CHUNKS, unit="chunks", disable=None):
+        times = time_chunks(chunks, args.rounds)
+        chunk_timings.append(asdict(chunks) | times)
+        paged = times.get("paged_s")
+        rows.append(
+            [
+                f"{chunks.num_chunks} x {chunks.num_tokens:,} after {chunks.start:,}, head {chunks.head_dim}",
+                "" if paged is None else number(paged * 1e6),
+                number(times["sdpa_s"] * 1e6),
+                "" if paged is None else number(times["sdpa_s"] / paged, 2),
+                "" if paged is None else number(chunks.num_flops / paged / 1e12, 0),
+                number(times["sdpa_first_s"] * 1e3),
+            ]
+        )
+    head = ["chunks x tokens", "paged, us", "collected + MLX's, us", "ratio", "paged, TFLOP/s", "MLX's first call, ms"]
+    print(f"\n{markdown_table(head, rows)}")
+    result |= {"checks": checks, "copy_bytes_per_s": bandwidth, "timings": timings, "chunks": chunk_timings}
     environment.write_json(args.out, result)
     print(f"\nWritten: {args.out}")
     return 1 if wrong else 0

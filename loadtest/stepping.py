@@ -6,6 +6,7 @@ ones without their passing through a pipe. Imports nothing of any engine.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from array import array
@@ -55,6 +56,9 @@ class StepLoop:
         self._vocab_size = vocab_size
         self._count = 0
         self._open: dict[str, int] = {}  # unfinished requests, and the tokens that they still get
+        # As servers do: no collection looks through what the start has made.
+        gc.collect()
+        gc.freeze()
 
     def handlers(self) -> dict[str, Handler]:
         """What a worker answers, beside `build`."""

@@ -70,7 +70,7 @@ class EngineConfig(BaseModel):
         True, description="run steps of decode rows as compiled functions where the attention backend allows it"
     )
     record_decode: bool = Field(
-        True, description="on CUDA, launch compiled decode steps as recorded graphs; takes memory for each size"
+        True, description="on CUDA, launch small steps as recorded graphs; takes memory for each size"
     )
     overlap: bool = Field(True, description="build the next step while this one runs")
     seed: int = Field(0, description="seed of the sampling of requests that bring none")

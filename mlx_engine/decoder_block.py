@@ -10,10 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_engine.attention.kernels.gemv import MAX_GEMV_ROWS, Norm, Rotation, gemv, rotate
+from mlx_engine.attention.kernels.gemv import MAX_GEMV_ROWS, Norm, Rotation, gate, gemv, rotate
 
 # Modules whose TransformerBlock computes x + attention(norm(x)), then h + down(silu(gate(n)) * up(n)) with n = norm(h).
 _MODULES = ("mlx_lm.models.llama", "mlx_lm.models.qwen2", "mlx_lm.models.qwen3")
@@ -71,8 +70,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
             hidden = _add_product(rows, attended, self.output)
             normed = self.post_attention_layernorm(hidden)
             both = normed @ self.gate_up.weight.T
-            size = both.shape[1] // 2
-            return _add_product(hidden, swiglu(both[:, :size], both[:, size:]), self.down)[:, None]
+            return _add_product(hidden, gate(both), self.down)[:, None]
         hidden = gemv(attended, self.output.weight, bias=self.output.get("bias"), residual=rows)
         gated = gemv(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
         return gemv(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]

@@ -188,13 +188,13 @@ class MLXModelRunner:
         """Hands the step to the device if a recording holds it."""
         if self._recorded is None or self._compiled is None or batch.num_drafts:
             return None
+        fetch, path = None, "recorded"
         if self._compiled.takes(batch):
-            self._counts["recorded"] += 1
-            return self._recorded.launch(batch)
-        fetch = None
-        if self._recorded_chunks is not None and batch.prefill_chunks:
-            fetch = self._recorded_chunks.launch(batch)
-            self._counts["recorded_chunks"] += fetch is not None
+            fetch = self._recorded.launch(batch)
+        elif self._recorded_chunks is not None and batch.prefill_chunks:
+            fetch, path = self._recorded_chunks.launch(batch), "recorded_chunks"
+        if fetch is not None:
+            self._counts[path] += 1
         return fetch
 
     def dispatch_counts(self) -> Mapping[str, int]:

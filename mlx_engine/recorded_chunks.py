@@ -25,10 +25,11 @@ from mlx_engine.types import cdiv
 
 logger = logging.getLogger(__name__)
 
-# Chunk tokens of a recording, with each number of decode rows, and with none or the most only. In still larger steps
-# the GPU has enough to do while the host builds the next one.
+# Chunk tokens of a recording, with none, some or the most decode rows, and with none or the most only. In still larger
+# steps the GPU has enough to do while the host builds the next one.
 _TOKENS = (16, 64, 128, 256, 512)
 _MORE_TOKENS = (384, 768, 1024, 1536, 2048)
+_SOME_DECODES = 32
 # Chunks of a step for so many of its tokens, and the most.
 _TOKENS_PER_CHUNK = 8
 _MAX_CHUNKS = 32
@@ -107,7 +108,6 @@ class RecordedChunks:
         samples: mx.array,
         *,
         tile_shape: tuple[int, int],
-        max_num_seqs: int,
         max_num_batched_tokens: int,
         max_pages: int,
         block_size: int,
@@ -123,7 +123,7 @@ class RecordedChunks:
         self._block_size = block_size
         self._max_bytes = max_bytes
         most = samples.shape[0]
-        decodes = sorted({0, *(n for n in (8, 32, 128) if n < max_num_seqs), most})
+        decodes = sorted({0, min(_SOME_DECODES, most), most})
         sizes = [*itertools.product(_TOKENS, decodes), *itertools.product(_MORE_TOKENS, (0, most))]
         # In the order in which they are recorded while there is memory.
         self._shapes = [self._shape(*size) for size in sizes if size[0] < 2 * max_num_batched_tokens]

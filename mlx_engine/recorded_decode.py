@@ -6,6 +6,7 @@ own input; the sampled tokens go into one array that all recordings share, where
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from mlx_engine.input_batch import InputBatch
 from mlx_engine.native.graphs import Fetch, Graphs
 from mlx_engine.types import cdiv
 
+logger = logging.getLogger(__name__)
+
 # Rows of fewer tokens than this get recordings whose attention doesn't split them.
 _SHORT_TOKENS = 1024
 
@@ -24,20 +27,28 @@ _SHORT_TOKENS = 1024
 class RecordedDecode:
     """Runs decode steps from recordings."""
 
-    def __init__(self, compiled: CompiledDecode, graphs: Graphs, block_size: int) -> None:
+    def __init__(self, compiled: CompiledDecode, graphs: Graphs, block_size: int, max_bytes: int) -> None:
+        """Recordings take max_bytes at most, about."""
         self._compiled = compiled
         self._graphs = graphs
         short = min(cdiv(_SHORT_TOKENS, block_size), compiled.max_width)
         self._widths = sorted({short, compiled.max_width})
+        self._max_bytes = max_bytes
         self._recordings: dict[tuple[int, int], tuple[Any, mx.array]] = {}
         self.max_pages = compiled.max_width  # of a sequence
         self.samples = mx.zeros((compiled.max_rows,), mx.uint32)
         mx.eval(self.samples)
 
     def warm_up(self) -> Iterator[float]:
-        """Records every shape on padding rows, which touch no pool; yields the share that is done."""
+        """Records the shapes, small ones first, on padding rows, which touch no pool; yields the share that is done."""
         shapes = [(n, width) for n in self._compiled.row_buckets for width in self._widths]
+        before = mx.get_active_memory()
         for done, (num_rows, width) in enumerate(shapes, 1):
+            if mx.get_active_memory() - before > self._max_bytes:
+                logger.warning(
+                    "decode steps of %d sequences and more are not recorded: they take too much memory", num_rows
+                )
+                break
             indices = mx.zeros((num_rows, width + CompiledDecode.NUM_COLUMNS), mx.int32)
             # Once as it is, so that all kernels are compiled before any of them is recorded.
             mx.eval(indices, self._step(indices))
@@ -46,11 +57,13 @@ class RecordedDecode:
             self._compiled.forget()
             yield done / len(shapes)
 
-    def launch(self, batch: InputBatch) -> Fetch:
-        """Hands a step that CompiledDecode takes to the GPU; the samples of the batch's rows, once they are there."""
+    def launch(self, batch: InputBatch) -> Fetch | None:
+        """Hands a step that CompiledDecode takes to the GPU; its samples once they are there. None: not recorded."""
         num_rows = row_bucket(batch.num_rows)
         used = batch.block_tables.shape[1]
         width = next(width for width in self._widths if width >= used)
+        if (num_rows, width) not in self._recordings:
+            return None
         recording, indices = self._recordings[num_rows, width]
         rows = self._compiled.indices(batch, num_rows, used)
         self._graphs.write_rows(indices, rows.tobytes(), *rows.shape)

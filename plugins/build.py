@@ -34,8 +34,11 @@ from plugins.registry import ATTENTION_BACKENDS, KV_MANAGERS, PREFIX_CACHES, SCH
 
 logger = logging.getLogger(__name__)
 
-# Of the device's memory, what recordings of steps with chunks may take.
-_RECORDED_SHARE = 0.06
+# What recordings of decode steps may take of the memory that weights and K/V leave, and those of steps with chunks of
+# the same and of all. The rest is for the steps that are not recorded.
+_RECORDED_OF_FREE = 0.4
+_CHUNKS_OF_FREE = 0.2
+_CHUNKS_OF_ALL = 0.1
 
 Progress = Callable[[str, float], None]
 
@@ -217,7 +220,7 @@ def _recorded_decode(config: EngineConfig, compiled: CompiledDecode | None) -> R
     if compiled is None or not config.record_decode or not mx.cuda.is_available():
         return None
     try:
-        return RecordedDecode(compiled, load_graphs(), config.block_size)
+        return RecordedDecode(compiled, load_graphs(), config.block_size, int(_RECORDED_OF_FREE * _free_bytes()))
     except NativeUnavailable as error:
         logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
         return None
@@ -236,17 +239,20 @@ def _recorded_chunks(
         load_graphs(),
         recorded.samples,
         tile_shape=tile_shape,
-        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_pages=recorded.max_pages,
         block_size=config.block_size,
-        max_bytes=int(_RECORDED_SHARE * _device_bytes()),
+        max_bytes=int(min(_CHUNKS_OF_ALL * _device_bytes(), _CHUNKS_OF_FREE * _free_bytes())),
     )
 
 
 def _device_bytes() -> int:
     info = mx.device_info()
     return int(next((info[key] for key in ("total_memory", "memory_size") if key in info), 0))
+
+
+def _free_bytes() -> int:
+    return max(0, _device_bytes() - int(mx.get_active_memory()))
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

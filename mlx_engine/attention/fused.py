@@ -250,9 +250,9 @@ class FusedStep:
         return self.chunk_plans[tile_shape]
 
     def length(self, num_tokens: int) -> tuple[int, mx.array]:
-        """A number as `PagedKernels.collect` takes it, made once for all layers."""
+        """See PagedKernels.length; made once for all layers."""
         if num_tokens not in self._lengths:
-            self._lengths[num_tokens] = num_tokens, PagedKernels.length(num_tokens)
+            self._lengths[num_tokens] = PagedKernels.length(num_tokens)
         return self._lengths[num_tokens]
 
 

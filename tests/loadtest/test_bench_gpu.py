@@ -287,8 +287,8 @@ def test_vllm_is_driven_through_its_step_by_step_interface(tmp_path: Path) -> No
         ("worker_gpu_vllm", set()),
         ("worker_gpu_mlx_lm", {"mlx", "mlx_lm"}),
         # What the engine's own modules need.
-        ("worker_gpu_quire", {"mlx", "mlx_lm", "numpy", "pydantic", "gguf", "tokenizers", "huggingface_hub", "filelock",
-                              "platformdirs"}),
+        ("worker_gpu_quire", {"mlx", "mlx_lm", "msgspec", "numpy", "pydantic", "gguf", "tokenizers", "huggingface_hub",
+                              "filelock", "platformdirs"}),
     ],
 )  # fmt: skip
 def test_a_gpu_machine_needs_few_packages(module: str, allowed: set[str]) -> None:

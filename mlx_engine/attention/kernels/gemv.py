@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from mlx_engine.attention.kernels import paged
 from mlx_engine.types import cdiv
@@ -16,7 +17,7 @@ _WARPS = 8
 _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
-_ROTATE_THREADS = 128
+_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,23 @@ def gemv(
     return out
 
 
+def gate(x: mx.array) -> mx.array:
+    """silu(first half) * second half of each row of x [rows, 2 n]: [rows, n]."""
+    rows, columns = x.shape[0], x.shape[1] // 2
+    if not paged.has_matrix_instructions() or x.dtype == mx.float32 or columns % 8 != 0:
+        gated: mx.array = swiglu(x[:, :columns], x[:, columns:])
+        return gated
+    out: mx.array = paged._kernel("gate")(
+        inputs=[x],
+        template=[("T", x.dtype), ("COLUMNS", columns)],
+        grid=(cdiv(columns // 8, _THREADS) * _THREADS, 1, rows),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return out
+
+
 def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     """The first num_heads heads of each row of x [rows, columns], turned by the row's position."""
     rows = x.shape[0]
@@ -101,8 +119,8 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     out: mx.array = paged._kernel("rotate")(
         inputs=[x, rotation.cosines, rotation.sines],
         template=[("T", x.dtype), ("HALF", half), ("HEADS", rotation.num_heads)],
-        grid=(cdiv(rotation.num_heads * half, _ROTATE_THREADS) * _ROTATE_THREADS, 1, rows),
-        threadgroup=(_ROTATE_THREADS, 1, 1),
+        grid=(cdiv(rotation.num_heads * half, _THREADS) * _THREADS, 1, rows),
+        threadgroup=(_THREADS, 1, 1),
         output_shapes=[(rows, rotation.num_heads * 2 * half)],
         output_dtypes=[x.dtype],
     )[0]

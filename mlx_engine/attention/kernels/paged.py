@@ -91,6 +91,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
         ("out",),
     ),
+    "gate": (("gate.inc",), ("x",), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
 }
 
@@ -102,8 +103,8 @@ def kernel_text(name: str, dialect: Dialect) -> str:
     return _compact("".join((_FOLDER / file).read_text() for file in files))
 
 
-# Kernels that use a warp's matrix instructions, which not every dialect has.
-_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill")
+# Kernels that use a warp's matrix instructions, or how those pack numbers, which not every dialect has.
+_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill", "gate")
 
 
 @functools.cache
@@ -206,9 +207,9 @@ class PagedKernels:
         return all(dim % elements == 0 and 0 < dim <= 256 for dim in (key_head_dim, value_head_dim))
 
     @staticmethod
-    def length(num_tokens: int) -> mx.array:
-        """A number of tokens on the device."""
-        return mx.full((_MIN_SIZE,), num_tokens, mx.int32)
+    def length(num_tokens: int) -> tuple[int, mx.array]:
+        """A number of tokens, on the host and on the device."""
+        return num_tokens, mx.full((_MIN_SIZE,), num_tokens, mx.int32)
 
     def uses_matrix(self, pool: LayerPool) -> bool:
         """Whether attention over this pool runs on a warp's matrix instructions."""
@@ -404,8 +405,7 @@ class PagedKernels:
     ) -> tuple[mx.array, mx.array]:
         """The first tokens of a sequence: keys and values [num_kv_heads, num_tokens, head_dim].
 
-        block_table [P] int32, whose first block holds the first of them; length is their number, and the same as
-        `PagedKernels.length` gives it; after [8] is the ticket of what stored them.
+        block_table [P] int32, whose first block holds the first of them; after [8] is the ticket of what stored them.
         It is an argument of the kernel, since a GPU runs kernels at the same time that share no array: an order of
         evaluation alone (`mx.depends`) would not keep them apart.
         """

@@ -146,7 +146,7 @@ def test_8_bits_are_the_same_bytes_whoever_stores_them_and_come_back_the_same(di
     for arrays in zip(*(pool.arrays() for pool in pools), strict=True):
         for got in arrays[:2]:
             np.testing.assert_array_equal(np.array(got), np.array(arrays[2]))
-    collected = kernels.collect(appended, mx.array(table), (37, PagedKernels.length(37)), ticket)
+    collected = kernels.collect(appended, mx.array(table), kernels.length(37), ticket)
     for got, pages in zip(collected, written.pages(mx.array(table)), strict=True):
         expected = pages.transpose(1, 0, 2, 3).flatten(1, 2)[:, :37]
         assert got.dtype == expected.dtype == dtype

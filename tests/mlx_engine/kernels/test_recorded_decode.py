@@ -57,7 +57,7 @@ class Backend:
         self.tables: list[np.ndarray] = []
         self.lens: list[list[int]] = []
 
-    def decode_views(self, block_tables: mx.array, seq_lens: mx.array) -> Any:
+    def decode_views(self, block_tables: mx.array, seq_lens: mx.array, has_drafts: bool = False) -> Any:
         """Notes what each step is given."""
         self.tables.append(np.array(block_tables))
         self.lens.append(seq_lens.tolist())  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def recorded(
     """Warmed up. Up to 12 rows; recordings for up to 10 pages and for up to 32."""
     monkeypatch.setattr(recorded_decode, "_SHORT_TOKENS", 10 * BLOCK_SIZE)
     compiled = CompiledDecode(Model(), backend, 12, MAX_PAGES)  # type: ignore[arg-type]
-    decode = RecordedDecode(compiled, graphs, BLOCK_SIZE)  # type: ignore[arg-type]
+    decode = RecordedDecode(compiled, graphs, BLOCK_SIZE, 1 << 40)  # type: ignore[arg-type]
     assert list(decode.warm_up())[-1] == 1.0
     return decode
 
@@ -180,7 +180,7 @@ def test_what_a_larger_batch_left_behind_is_padding(recorded: RecordedDecode, ba
 def runner(backend: Backend, graphs: FakeGraphs | None) -> MLXModelRunner:
     """Not warmed up."""
     compiled = CompiledDecode(Model(), backend, 4, MAX_PAGES)  # type: ignore[arg-type]
-    recorded = None if graphs is None else RecordedDecode(compiled, graphs, BLOCK_SIZE)  # type: ignore[arg-type]
+    recorded = None if graphs is None else RecordedDecode(compiled, graphs, BLOCK_SIZE, 1 << 40)  # type: ignore[arg-type]
     return MLXModelRunner(
         Model(),  # type: ignore[arg-type]
         backend,  # type: ignore[arg-type]
