@@ -130,14 +130,16 @@ class RecordedChunks:
         self._recordings: dict[_Shape, _Recording] = {}
 
     def warm_up(self) -> Iterator[float]:
-        """Records the shapes, small ones first, on padding; yields the share that is done."""
+        """Records the shapes, small ones first, on padding; yields the share that is done.
+
+        RuntimeError where CUDA refuses.
+        """
         before = mx.get_active_memory()
         for done, shape in enumerate(self._shapes, 1):
-            used = mx.get_active_memory() - before
-            # The next one is about as much larger as its rows are.
-            if used > self._max_bytes:
+            if mx.get_active_memory() - before > self._max_bytes:
                 logger.info("%d of %d shapes of steps with chunks recorded", done - 1, len(self._shapes))
-                break
+                yield 1.0
+                return
             self._recordings[shape] = self._record(shape)
             yield done / len(self._shapes)
 
@@ -232,8 +234,11 @@ class RecordedChunks:
         # Once as it is, so that all kernels are compiled before any of them is recorded.
         mx.eval(numbers, tables, sampling)
         mx.eval(self._step(shape, numbers, tables, sampling))
-        graph = self._graphs.record(lambda: self._step(shape, numbers, tables, sampling))
-        self._backend.lead(None)
+        try:
+            graph = self._graphs.record(lambda: self._step(shape, numbers, tables, sampling))
+        finally:
+            # No step must follow what was only recorded, or refused.
+            self._backend.lead(None)
         return _Recording(graph, numbers, tables, sampling)
 
     def _step(self, shape: _Shape, numbers: mx.array, tables: mx.array, sampling: mx.array) -> mx.array:

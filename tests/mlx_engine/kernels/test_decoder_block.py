@@ -1,4 +1,4 @@
-"""Blocks of few kernels in tiny models, the kernels on the host: which models get them, and that they stay themselves."""
+"""Blocks of few kernels in tiny models, run on the host: which models get them, and that these stay themselves."""
 
 from __future__ import annotations
 
@@ -203,8 +203,9 @@ def test_layers_share_a_table_where_their_embeddings_are_the_same(gpu_path_on_ho
 
 def test_a_table_is_made_once_a_step_and_let_go_after_its_last_layer() -> None:
     tables = RotaryTables()
-    table = [tables.of(nn.RoPE(8), 8) for _ in range(3)][0]
+    table, second, third = (tables.of(nn.RoPE(8), 8) for _ in range(3))
     assert isinstance(table, RotaryTable)
+    assert table is second is third
     for start in (0, 7):
         positions = mx.arange(start, start + 5)
         pairs = [table(positions) for _ in range(3)]

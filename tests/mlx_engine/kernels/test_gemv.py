@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_engine.attention.kernels import paged, reference
 from mlx_engine.attention.kernels import gemv as gemv_module
-from mlx_engine.attention.kernels.gemv import Norm, Rotation, gemv, rotate
+from mlx_engine.attention.kernels import paged, reference
+from mlx_engine.attention.kernels.gemv import Norm, Rotation, gate, gemv, rotate
 
 Array = npt.NDArray[Any]
 _EPS = 1e-5
@@ -70,8 +70,8 @@ def test_a_product_with_all_that_goes_around_it(dialect: str, monkeypatch: pytes
     if case.finish == "residual":
         expected, options["residual"] = expected + _exact(residual), residual
     elif case.finish == "gated":
-        gate, up = np.split(expected, 2, axis=1)
-        expected, options["gated"] = gate / (1 + np.exp(-gate)) * up, True
+        first, second = np.split(expected, 2, axis=1)
+        expected, options["gated"] = first / (1 + np.exp(-first)) * second, True
     elif case.finish == "rotation":
         # All heads but the last one, as of values.
         rotation = _rotation(rng, case.rows, case.columns // (2 * _HALF) - 1)
@@ -96,6 +96,30 @@ def test_heads_are_rotated_wherever_their_rows_are(dialect: str, dtype: mx.Dtype
     expected = _rotated(_exact(x), rotation)[:, : num_heads * 2 * _HALF]
     assert got.shape == expected.shape
     assert reference.relative_error(got, expected) < reference.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "kernels"),
+    [
+        (mx.bfloat16, 1160, ["gate"]),  # more pieces than a threadgroup has threads
+        (mx.float16, 24, ["gate"]),
+        (mx.bfloat16, 28, []),
+        (mx.float32, 24, []),
+    ],
+    ids=str,
+)
+def test_a_gate_is_silu_of_the_first_half_times_the_second(
+    matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype, columns: int, kernels: list[str]
+) -> None:
+    used: list[str] = []
+    make = paged._kernel
+    monkeypatch.setattr(paged, "_kernel", lambda name: (used.append(name), make(name))[1])
+    x = mx.array((np.random.default_rng(2).standard_normal((3, 2 * columns)) * 3).astype(np.float32)).astype(dtype)
+    first, second = np.split(_exact(x), 2, axis=1)
+    got = gate(x)
+    assert got.dtype == dtype
+    assert reference.relative_error(got, first / (1 + np.exp(-first)) * second) < reference.TOLERANCE[dtype]
+    assert used == kernels
 
 
 def test_sums_are_split_only_as_far_as_each_warp_has_enough_to_read() -> None:

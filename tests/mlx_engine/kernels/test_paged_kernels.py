@@ -48,7 +48,7 @@ def test_decode_by_matrix_instructions_gives_the_same(
 ) -> None:
     used: list[str] = []
     make = paged._kernel
-    monkeypatch.setattr(paged, "_kernel", lambda name: used.append(name) or make(name))
+    monkeypatch.setattr(paged, "_kernel", lambda name: (used.append(name), make(name))[1])
     _check_decode(case)
     assert used == (["decode_matrix"] if case.splits == 1 else ["decode_matrix_split", "combine"])
 
@@ -81,7 +81,7 @@ def test_which_layers_are_for_matrix_instructions(
     case = replace(DecodeCase(1, 2, 1, 64, 64, 16, 9, mx.bfloat16), **change)
     inputs = reference.make_inputs(case)
     used: list[str] = []
-    monkeypatch.setattr(paged, "_kernel", lambda kernel: used.append(kernel) or HostKernel(kernel))
+    monkeypatch.setattr(paged, "_kernel", lambda kernel: (used.append(kernel), HostKernel(kernel))[1])
     for there in (False, True):
         monkeypatch.setattr(paged, "has_matrix_instructions", lambda there=there: there)
         reference.run(case, inputs)

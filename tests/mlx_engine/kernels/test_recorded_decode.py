@@ -43,6 +43,8 @@ class Model:
     """Logits from a row's token and the length that its cache has been told of."""
 
     def __call__(self, tokens: mx.array, lens: Any, rows: mx.array | None) -> mx.array:
+        if rows is not None:
+            tokens, lens = tokens[rows], lens[rows]
         table = mx.array(_TABLE)[tokens]
         shifted = (mx.arange(VOCAB) - lens[:, None]) % VOCAB
         return mx.take_along_axis(table, shifted, axis=1)
