@@ -64,7 +64,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     [
         ("llama_mqa", {"rope_scaling": _LLAMA3}, 1e-5),
         ("llama_mqa", {"rope_scaling": _YARN}, 1e-5),
-        ("llama_bfloat16", {"rope_scaling": _SCALED, "tie_word_embeddings": True}, 3e-2),
+        ("llama_bfloat16", {"rope_scaling": _SCALED, "attention_bias": True, "tie_word_embeddings": True}, 3e-2),
         ("qwen2", {}, 1e-5),
         ("qwen3_float16", {}, 4e-3),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, 1e-5),

@@ -185,13 +185,19 @@ def test_the_smallest_recording_that_holds_a_step_is_taken(
     recorded: RecordedChunks, backend: ChunkBackend, num_decodes: int, chunks: list[int], shape: tuple[int, int] | None
 ) -> None:
     parts = [decoding(i, 6 + i, 11 * i % VOCAB, i, OPTIONS[i % 4]) for i in range(num_decodes)]
-    # One after the other the samples would be too many.
+    # No more samples than there is room for.
     samples = num_decodes + len(chunks) <= MAX_ROWS
     parts += [chunk(20 + i, [(i + t) % VOCAB for t in range(n)], 0, samples) for i, n in enumerate(chunks)]
     num_steps = len(backend.steps)
     got = launch(recorded, parts)
     assert got == (None if shape is None else tokens_after(parts))
     assert [step.shape for step in backend.steps[num_steps:]] == ([] if shape is None else [shape])
+
+
+def test_a_step_with_more_samples_than_there_is_room_for_is_not_taken(recorded: RecordedChunks) -> None:
+    decodes = [decoding(i, 9, 5) for i in range(11)]
+    assert launch(recorded, [*decodes, chunk(20, range(5)), chunk(21, range(5))]) is None
+    assert launch(recorded, [*decodes, chunk(20, range(5)), chunk(21, range(5), samples=False)]) is not None
 
 
 def test_chunks_of_long_sequences_fit_as_far_as_their_block_tables_do(recorded: RecordedChunks) -> None:
