@@ -61,5 +61,5 @@ def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def gpu_path_on_host(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets models be changed and samples be drawn as on a GPU, by the kernels, too."""
-    for module in (gpu, model_runner):
-        monkeypatch.setattr(module, "kernels_run_here", lambda: True)
+    monkeypatch.setattr(gpu, "blocks_run_here", lambda: True)
+    monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)
