@@ -13,7 +13,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_engine.attention.kernels.paged import sample_rows
+from mlx_engine.attention.kernels.sampling import sample_rows
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.paged_model import PagedModel

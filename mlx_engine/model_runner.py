@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import mlx.core as mx
 
 from mlx_engine.attention.fused import kernels_run_here
-from mlx_engine.attention.kernels.paged import sample_rows
+from mlx_engine.attention.kernels.sampling import sample_rows
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.input_batch import InputBatch, build_input_batch
 from mlx_engine.interfaces import AttentionBackend, StepHandle

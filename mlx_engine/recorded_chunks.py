@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_engine.attention.kernels.paged import ChunkPlan, publish, sample_rows, share_out
+from mlx_engine.attention.kernels.paged import ChunkPlan, share_out
+from mlx_engine.attention.kernels.sampling import publish, sample_rows
 from mlx_engine.input_batch import InputBatch, IntArray
 from mlx_engine.interfaces import LayerKVView
 from mlx_engine.native.graphs import Fetch, Graphs

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_engine.attention.kernels.paged import publish
+from mlx_engine.attention.kernels.sampling import publish
 from mlx_engine.compiled_decode import CompiledDecode, row_bucket
 from mlx_engine.input_batch import InputBatch
 from mlx_engine.native.graphs import Fetch, Graphs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from mlx_engine.attention.kernels import paged
+from mlx_engine.attention.kernels import texts
 from mlx_engine.types import cdiv
 
 # Rows up to which these products are worth their while: beyond, MLX's own are faster.
@@ -62,7 +62,7 @@ def gemv(
         pair = rotation.cosines.shape[1]
     splits = _num_splits(num_columns // 2, depth * x.dtype.size // 16)
     none = _params(0.0)
-    out: mx.array = paged._kernel("gemv")(
+    out: mx.array = texts.kernel("gemv")(
         inputs=[
             x,
             weight,
@@ -98,10 +98,10 @@ def gemv(
 def gate(x: mx.array) -> mx.array:
     """silu(first half) * second half of each row of x [rows, 2 n]: [rows, n]."""
     rows, columns = x.shape[0], x.shape[1] // 2
-    if not paged.has_matrix_instructions() or x.dtype == mx.float32 or columns % 8 != 0:
+    if not texts.has_matrix_instructions() or x.dtype == mx.float32 or columns % 8 != 0:
         gated: mx.array = swiglu(x[:, :columns], x[:, columns:])
         return gated
-    out: mx.array = paged._kernel("gate")(
+    out: mx.array = texts.kernel("gate")(
         inputs=[x],
         template=[("T", x.dtype), ("COLUMNS", columns)],
         grid=(cdiv(columns // 8, _THREADS) * _THREADS, 1, rows),
@@ -116,7 +116,7 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     """The first num_heads heads of each row of x [rows, columns], turned by the row's position."""
     rows = x.shape[0]
     half = rotation.cosines.shape[1]
-    out: mx.array = paged._kernel("rotate")(
+    out: mx.array = texts.kernel("rotate")(
         inputs=[x, rotation.cosines, rotation.sines],
         template=[("T", x.dtype), ("HALF", half), ("HEADS", rotation.num_heads)],
         grid=(cdiv(rotation.num_heads * half, _THREADS) * _THREADS, 1, rows),

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_engine.attention.kernels import texts
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.input_batch import IntArray, PrefillChunk
 from mlx_engine.types import cdiv
 
-Dialect = Literal["metal", "cuda", "host"]
-
-_FOLDER = Path(__file__).parent
 _LOG2_E = math.log2(math.e)
 
 # How often a warp of `decode` reads before it computes, and threads of a threadgroup of the others.
 DECODE_UNROLL = 4
-# The same for `sample`. With more to read its registers are too few for 1,024 threads; Metal doesn't promise those.
-SAMPLE_WARPS = 16 if mx.metal.is_available() else 32
-SAMPLE_UNROLL = 2
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
 _MAX_HEADS = 8
 _MAX_HEADS_QUANTIZED = 4
 _MAX_HEADS_MATRIX = 16
-# mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
-_MIN_SIZE = 8
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
 # the second kernel costs what the first one saves.
 _WANTED_GROUPS = 1024
@@ -44,106 +34,8 @@ _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
 _MAX_COPY_GROUPS = 256
-# Warps of a threadgroup of `prefill`; the compute capability from which CUDA has its instructions.
+# Warps of a threadgroup of `prefill`.
 _PREFILL_WARPS = 4
-_FIRST_WITH_MATRIX = 80
-
-_INPUTS = (
-    "queries",
-    "new_keys",
-    "new_values",
-    "key_pool",
-    "value_pool",
-    "key_scales",
-    "value_scales",
-    "block_tables",
-    "seq_lens",
-    "params",
-    "sinks",
-)
-_PARTIAL = ("partial_sums", "partial_stats")
-# Name: files of the text, inputs, outputs.
-KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "decode": (("decode_place.inc", "decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
-    "decode_split": (("decode_place.inc", "decode.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
-    "decode_matrix": (("decode_place.inc", "decode_matrix.inc", "decode_whole.inc"), _INPUTS, ("out",)),
-    "decode_matrix_split": (("decode_place.inc", "decode_matrix.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
-    "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
-    "sample": (("sample.inc",), ("logits", "options"), ("out",)),
-    "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
-    "append": (
-        ("append.inc",),
-        ("new_keys", "new_values", "key_pool", "value_pool", "key_scales", "value_scales", "slots"),
-        ("ticket",),
-    ),
-    "collect": (
-        ("collect.inc",),
-        ("key_pool", "value_pool", "key_scales", "value_scales", "block_table", "length", "after"),
-        ("keys", "values"),
-    ),
-    "prefill": (
-        ("prefill.inc",),
-        ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after"),
-        ("out",),
-    ),
-    "gemv": (
-        ("gemv.inc",),
-        ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
-        ("out",),
-    ),
-    "gate": (("gate.inc",), ("x",), ("out",)),
-    "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
-}
-
-
-@functools.cache
-def kernel_text(name: str, dialect: Dialect) -> str:
-    """The body of a kernel: the same for every dialect, but for what Metal needs before it."""
-    files = [*(["metal_prelude.inc"] if dialect == "metal" else []), *KERNELS[name][0]]
-    return _compact("".join((_FOLDER / file).read_text() for file in files))
-
-
-# Kernels that use a warp's matrix instructions, or how those pack numbers, which not every dialect has.
-_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill", "gate")
-
-
-@functools.cache
-def kernel_header(name: str, dialect: Dialect) -> str:
-    """What goes before a kernel of this name."""
-    matrix = [f"{dialect}_matrix.h"] if name in _MATRIX_KERNELS else []
-    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc", *matrix)))
-
-
-@functools.cache
-def has_matrix_instructions() -> bool:
-    """Whether the default device has those of the kernels that need them."""
-    if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
-        return False
-    digits = re.sub(r"\D", "", str(mx.device_info().get("architecture", "")))
-    return bool(digits) and int(digits) >= _FIRST_WITH_MATRIX
-
-
-def _compact(text: str) -> str:
-    """The text without comments and indentation: MLX hashes a kernel's source each time that it runs."""
-    lines = (re.sub(r"\s*//.*", "", line).strip() for line in text.splitlines())
-    return "".join(f"{line}\n" for line in lines if line)
-
-
-@functools.cache
-def _kernel(name: str) -> Any:
-    _, inputs, outputs = KERNELS[name]
-    dialect: Dialect = "metal" if mx.metal.is_available() else "cuda"
-    make = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
-    return make(
-        name=f"quire_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=kernel_text(name, dialect),
-        header=kernel_header(name, dialect),
-        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes. Of
-        # logits a model may give a slice, which is rare.
-        ensure_row_contiguous=name == "sample",
-    )
 
 
 def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
@@ -209,13 +101,13 @@ class PagedKernels:
     @staticmethod
     def length(num_tokens: int) -> tuple[int, mx.array]:
         """A number of tokens, on the host and on the device."""
-        return num_tokens, mx.full((_MIN_SIZE,), num_tokens, mx.int32)
+        return num_tokens, mx.full((texts.MIN_SIZE,), num_tokens, mx.int32)
 
     def uses_matrix(self, pool: LayerPool) -> bool:
         """Whether attention over this pool runs on a warp's matrix instructions."""
         dims = (self.key_head_dim, self.value_head_dim)
         return (
-            has_matrix_instructions()
+            texts.has_matrix_instructions()
             and self.dtype in (mx.float16, mx.bfloat16)
             and not pool.quantized
             and self.block_size % 16 == 0
@@ -276,11 +168,11 @@ class PagedKernels:
             new_keys,
             new_values,
             *_arrays(pool),
-            _padded(block_tables),
-            _padded(seq_lens),
+            texts.padded(block_tables),
+            texts.padded(seq_lens),
             params,
         ]
-        sink_array = params if sinks is None else _padded(sinks)
+        sink_array = params if sinks is None else texts.padded(sinks)
         template = [
             *self._constants(pool),
             ("GROUP", group),
@@ -294,7 +186,7 @@ class PagedKernels:
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
         shape = (num_rows, self.num_heads, self.value_head_dim)
         if splits == 1:
-            out: mx.array = _kernel(kernel)(
+            out: mx.array = texts.kernel(kernel)(
                 inputs=[*inputs, sink_array],
                 template=[*template, ("SINKS", sinks is not None)],
                 grid=grid,
@@ -303,7 +195,7 @@ class PagedKernels:
                 output_dtypes=[self.dtype],
             )[0]
             return out
-        sums, stats = _kernel(f"{kernel}_split")(
+        sums, stats = texts.kernel(f"{kernel}_split")(
             inputs=inputs,
             template=template,
             grid=grid,
@@ -311,7 +203,7 @@ class PagedKernels:
             output_shapes=[(*shape[:2], splits, self.value_head_dim), (*shape[:2], splits, 2)],
             output_dtypes=[mx.float32, mx.float32],
         )
-        combined: mx.array = _kernel("combine")(
+        combined: mx.array = texts.kernel("combine")(
             inputs=[sums, stats, sink_array],
             template=[
                 ("T", self.dtype),
@@ -354,16 +246,16 @@ class PagedKernels:
         """
         params = _params(scale, soft_cap)
         threads = 32 * _PREFILL_WARPS
-        out: mx.array = _kernel("prefill")(
+        out: mx.array = texts.kernel("prefill")(
             inputs=[
                 queries,
                 pool.keys,
                 pool.values,
-                _padded(plan.block_table),
+                texts.padded(plan.block_table),
                 plan.chunks,
                 plan.tiles,
                 params,
-                params if sinks is None else _padded(sinks),
+                params if sinks is None else texts.padded(sinks),
                 after,
             ],
             template=[
@@ -390,12 +282,12 @@ class PagedKernels:
 
         A slot is block * block_size + offset. Returns a ticket [8] of zeros, for `collect`.
         """
-        ticket: mx.array = _kernel("append")(
-            inputs=[new_keys, new_values, *_arrays(pool), _padded(slots)],
+        ticket: mx.array = texts.kernel("append")(
+            inputs=[new_keys, new_values, *_arrays(pool), texts.padded(slots)],
             template=self._constants(pool),
             grid=(32, self.num_kv_heads, new_keys.shape[0]),
             threadgroup=(32, 1, 1),
-            output_shapes=[(_MIN_SIZE,)],
+            output_shapes=[(texts.MIN_SIZE,)],
             output_dtypes=[mx.int32],
         )[0]
         return ticket
@@ -412,8 +304,8 @@ class PagedKernels:
         num_tokens, length_array = length
         numbers = num_tokens * max(self.key_head_dim, self.value_head_dim)
         pieces = numbers if pool.quantized else numbers * self.dtype.size // 16
-        keys, values = _kernel("collect")(
-            inputs=[*_arrays(pool), _padded(block_table), length_array, after],
+        keys, values = texts.kernel("collect")(
+            inputs=[*_arrays(pool), texts.padded(block_table), length_array, after],
             template=self._constants(pool),
             grid=(min(cdiv(pieces, _THREADS), _MAX_COPY_GROUPS) * _THREADS, self.num_kv_heads, 1),
             threadgroup=(_THREADS, 1, 1),
@@ -424,30 +316,6 @@ class PagedKernels:
             output_dtypes=[self.dtype, self.dtype],
         )
         return keys, values
-
-
-def sample_rows(logits: mx.array, options: mx.array) -> mx.array:
-    """The next token of each row [B] uint32, for logits [B, V] and options [B, 5 or more] float32.
-
-    The first columns of options are those of `sampler.sampling_options`; rows whose temperature is 0 take the best
-    token.
-    """
-    num_rows, vocab_size = logits.shape
-    threads = 32 * SAMPLE_WARPS
-    out: mx.array = _kernel("sample")(
-        inputs=[logits, _padded(options)],
-        template=[
-            ("T", logits.dtype),
-            ("VOCAB_SIZE", vocab_size),
-            ("WARPS", SAMPLE_WARPS),
-            ("UNROLL", SAMPLE_UNROLL),
-        ],
-        grid=(num_rows * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(num_rows,)],
-        output_dtypes=[mx.uint32],
-    )[0]
-    return out
 
 
 def share_out(chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[int, int]) -> tuple[IntArray, ...]:
@@ -468,34 +336,10 @@ def share_out(chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[
     return table, np.asarray(described, np.int32), np.asarray([tile[1:] for tile in tiles], np.int32)
 
 
-def publish(sampled: mx.array, samples: mx.array) -> mx.array:
-    """Puts sampled [n] uint32 into the first places of samples [8 or more], in place; returns a ticket [8] of zeros.
-
-    Up to 8 places may be overwritten whatever n is.
-    """
-    ticket: mx.array = _kernel("publish")(
-        inputs=[_padded(sampled), samples],
-        template=[],
-        grid=(_THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(_MIN_SIZE,)],
-        output_dtypes=[mx.int32],
-    )[0]
-    return ticket
-
-
 def _params(scale: float, soft_cap: float | None) -> mx.array:
-    return mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (_MIN_SIZE - 2)])
+    return mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (texts.MIN_SIZE - 2)])
 
 
 def _arrays(pool: LayerPool) -> list[mx.array]:
     """The pool as the kernels take it."""
     return [pool.keys, pool.values, pool.key_scales, pool.value_scales]
-
-
-def _padded(array: mx.array) -> mx.array:
-    """The array with at least _MIN_SIZE elements; its rows stay where they are."""
-    if array.size >= _MIN_SIZE:
-        return array
-    width = [(0, 0)] * (array.ndim - 1) + [(0, _MIN_SIZE - (array.size if array.ndim == 1 else 0))]
-    return mx.pad(array, width)

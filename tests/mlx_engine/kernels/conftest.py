@@ -10,7 +10,7 @@ import pytest
 
 from mlx_engine import gpu, model_runner
 from mlx_engine.attention import fused
-from mlx_engine.attention.kernels import paged
+from mlx_engine.attention.kernels import sampling, texts
 from tests.mlx_engine.kernels.executors import HostKernel, MetalTextKernel
 
 # Of the sampling kernel: a GPU's 1,024 threads take the host's fibers long to begin with.
@@ -26,8 +26,8 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return "gpu"
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", {"host": HostKernel, "metal": MetalTextKernel}[request.param])
-    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
+    monkeypatch.setattr(texts, "kernel", {"host": HostKernel, "metal": MetalTextKernel}[request.param])
+    monkeypatch.setattr(sampling, "SAMPLE_WARPS", _WARPS)
     return str(request.param)
 
 
@@ -35,13 +35,13 @@ def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def matrix_dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the kernels run that use a warp's matrix instructions, which Metal's dialect doesn't have."""
     if request.param == "gpu":
-        if not paged.has_matrix_instructions():
+        if not texts.has_matrix_instructions():
             pytest.skip("needs a GPU with matrix instructions")
         return "gpu"
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-    monkeypatch.setattr(paged, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(texts, "kernel", HostKernel)
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     return "host"
 
 
@@ -50,8 +50,8 @@ def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-    monkeypatch.setattr(paged, "SAMPLE_WARPS", _WARPS)
+    monkeypatch.setattr(texts, "kernel", HostKernel)
+    monkeypatch.setattr(sampling, "SAMPLE_WARPS", _WARPS)
     monkeypatch.setattr(fused, "kernels_run_here", lambda: True)
     mx.disable_compile()
     yield
@@ -61,5 +61,5 @@ def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def gpu_path_on_host(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets models be changed and samples be drawn as on a GPU, by the kernels, too."""
-    for module in (gpu, model_runner):
-        monkeypatch.setattr(module, "kernels_run_here", lambda: True)
+    monkeypatch.setattr(gpu, "blocks_run_here", lambda: True)
+    monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)

@@ -21,9 +21,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_engine.attention.kernels import paged
+from mlx_engine.attention.kernels import texts
 
-_KERNELS = Path(paged.__file__).parent
+_KERNELS = Path(texts.__file__).parent
 _HERE = Path(__file__).parent
 _LIBRARIES = tempfile.TemporaryDirectory(prefix="quire-kernels-")
 
@@ -46,7 +46,7 @@ class KernelFault(Exception):
 class _Executor:
     def __init__(self, name: str) -> None:
         self._name = name
-        _, self._inputs, self._outputs = paged.KERNELS[name]
+        _, self._inputs, self._outputs = texts.KERNELS[name]
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ class HostKernel(_Executor):
     def source(
         self, inputs: Any, template: Template, grid: Any, threadgroup: Any, output_shapes: Any, output_dtypes: Any
     ) -> str:
-        text = paged.kernel_text(self._name, "host")
+        text = texts.kernel_text(self._name, "host")
         parameters, arguments = [], []
         for i, (name, array) in enumerate(zip(self._inputs, inputs, strict=True)):
             kind = f"const {_HOST_TYPES[array.dtype]}*"
@@ -106,7 +106,7 @@ class HostKernel(_Executor):
             else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};\n"
             for name, value in template
         )
-        header = paged.kernel_header(self._name, "host")
+        header = texts.kernel_header(self._name, "host")
         return f"{header}\nvoid kernel({', '.join(parameters)}) {{\n{constants}{text}\n}}\n" + _entry(
             "kernel", arguments
         )
@@ -193,13 +193,13 @@ def _pointers(arrays: Sequence[Any]) -> Any:
 @functools.cache
 def _metal_text(name: str, inputs: Any, template: Any, output_shapes: Any, output_dtypes: Any) -> str:
     """What MLX prints as the generated source when a function that calls the kernel is exported, Metal or not."""
-    _, input_names, output_names = paged.KERNELS[name]
+    _, input_names, output_names = texts.KERNELS[name]
     kernel = mx.fast.metal_kernel(
         name=f"quire_{name}",
         input_names=list(input_names),
         output_names=list(output_names),
-        source=paged.kernel_text(name, "metal"),
-        header=paged.kernel_header(name, "metal"),
+        source=texts.kernel_text(name, "metal"),
+        header=texts.kernel_header(name, "metal"),
     )
 
     def call(*arrays: mx.array) -> Any:

@@ -140,7 +140,7 @@ def test_other_architectures_keep_their_blocks(gpu_path_on_host: None, name: str
 
 
 def test_without_a_gpu_no_block_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "kernels_run_here", lambda: False)
+    monkeypatch.setattr(gpu, "blocks_run_here", lambda: False)
     model = build(TINY["llama_mqa"]).model
     adapt_for_gpu(model)
     assert not blocks(model)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from mlx_engine.attention.kernels import gemv as gemv_module
-from mlx_engine.attention.kernels import paged, reference
+from mlx_engine.attention.kernels import reference, texts
 from mlx_engine.attention.kernels.gemv import Norm, Rotation, gate, gemv, rotate
 
 Array = npt.NDArray[Any]
@@ -112,8 +112,8 @@ def test_a_gate_is_silu_of_the_first_half_times_the_second(
     matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype, columns: int, kernels: list[str]
 ) -> None:
     used: list[str] = []
-    make = paged._kernel
-    monkeypatch.setattr(paged, "_kernel", lambda name: (used.append(name), make(name))[1])
+    make = texts.kernel
+    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
     x = mx.array((np.random.default_rng(2).standard_normal((3, 2 * columns)) * 3).astype(np.float32)).astype(dtype)
     first, second = np.split(_exact(x), 2, axis=1)
     got = gate(x)
@@ -134,7 +134,7 @@ def test_sums_are_split_only_as_far_as_each_warp_has_enough_to_read() -> None:
 
 def _noted_templates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]] | None:
     """What kernels on the host are compiled for from now on; None on a GPU, whose kernels are MLX's own objects."""
-    make: Any = paged._kernel
+    make: Any = texts.kernel
     if not isinstance(make, type):
         return None
     noted: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ def _noted_templates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]] | 
 
         return call
 
-    monkeypatch.setattr(paged, "_kernel", watched)
+    monkeypatch.setattr(texts, "kernel", watched)
     return noted
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine.attention.kernels import PagedKernels, paged, reference
+from mlx_engine.attention.kernels import PagedKernels, reference, texts
 from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
 from mlx_engine.attention.kernels.reference import DecodeCase
 from mlx_engine.attention.pool import LayerPool
@@ -47,8 +47,8 @@ def test_decode_by_matrix_instructions_gives_the_same(
     matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, case: DecodeCase
 ) -> None:
     used: list[str] = []
-    make = paged._kernel
-    monkeypatch.setattr(paged, "_kernel", lambda name: (used.append(name), make(name))[1])
+    make = texts.kernel
+    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
     _check_decode(case)
     assert used == (["decode_matrix"] if case.splits == 1 else ["decode_matrix_split", "combine"])
 
@@ -81,9 +81,9 @@ def test_which_layers_are_for_matrix_instructions(
     case = replace(DecodeCase(1, 2, 1, 64, 64, 16, 9, mx.bfloat16), **change)
     inputs = reference.make_inputs(case)
     used: list[str] = []
-    monkeypatch.setattr(paged, "_kernel", lambda kernel: (used.append(kernel), HostKernel(kernel))[1])
+    monkeypatch.setattr(texts, "kernel", lambda kernel: (used.append(kernel), HostKernel(kernel))[1])
     for there in (False, True):
-        monkeypatch.setattr(paged, "has_matrix_instructions", lambda there=there: there)
+        monkeypatch.setattr(texts, "has_matrix_instructions", lambda there=there: there)
         reference.run(case, inputs)
     assert used == ["decode", name]
 
@@ -102,7 +102,7 @@ def test_which_layers_are_for_matrix_instructions(
 def test_the_layout_for_matrix_instructions(
     monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, kv_heads: int, layout: tuple[int, int], splits: int
 ) -> None:
-    monkeypatch.setattr(paged, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     pool = LayerPool.zeros(LayerKVSpec(kv_heads, 64, 64), 2, 16, mx.bfloat16, mx.bfloat16)
     kernels = PagedKernels(heads, kv_heads, 64, 64, 16, mx.bfloat16)
     assert kernels.decode_layout(rows, pool) == layout
@@ -165,9 +165,9 @@ def _pool(num_blocks: int, dtype: mx.Dtype, stored: mx.Dtype, fill: int) -> Laye
 def test_lanes_that_do_not_meet_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    text = paged.kernel_text("append", "host") + "\nif (QUIRE_THREAD % 2 == 0) { QUIRE_BARRIER(); }\n"
-    monkeypatch.setattr(paged, "_kernel", HostKernel)
-    monkeypatch.setattr(paged, "kernel_text", lambda name, dialect: text)
+    text = texts.kernel_text("append", "host") + "\nif (QUIRE_THREAD % 2 == 0) { QUIRE_BARRIER(); }\n"
+    monkeypatch.setattr(texts, "kernel", HostKernel)
+    monkeypatch.setattr(texts, "kernel_text", lambda name, dialect: text)
     new = [mx.zeros((8, 2, dim)) for dim in (64, 80)]
     with pytest.raises(KernelFault, match="append"):
         PagedKernels(2, 2, 64, 80, 16, mx.float32).append(*new, _pool(2, mx.float32, mx.float32, 0), mx.arange(8))

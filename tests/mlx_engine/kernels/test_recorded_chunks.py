@@ -14,7 +14,7 @@ import pytest
 
 from mlx_engine import recorded_chunks
 from mlx_engine.attention.fused import FusedBackend
-from mlx_engine.attention.kernels import paged
+from mlx_engine.attention.kernels import texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.config import EngineConfig
@@ -358,7 +358,7 @@ def test_where_chunks_cant_be_recorded_decode_steps_still_are(
 @pytest.fixture
 def recording_engine(gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines have recordings, of steps with chunks too."""
-    monkeypatch.setattr(paged, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(build_module, "load_graphs", FakeGraphs)
     monkeypatch.setattr(build_module, "_device_bytes", lambda: 1 << 40)

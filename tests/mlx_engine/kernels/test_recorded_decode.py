@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_engine import recorded_decode
-from mlx_engine.attention.kernels.paged import sample_rows
+from mlx_engine.attention.kernels.sampling import sample_rows
 from mlx_engine.compiled_decode import CompiledDecode
 from mlx_engine.input_batch import InputBatch, build_input_batch
 from mlx_engine.model_runner import MLXModelRunner

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlx_engine.attention.kernels import paged
-from mlx_engine.attention.kernels.paged import sample_rows
+from mlx_engine.attention.kernels import sampling, texts
+from mlx_engine.attention.kernels.sampling import sample_rows
 from mlx_engine.sampler import SamplingBatch, sample, sampling_options
 from tests.mlx_engine.test_sampler import probabilities, sequence
 
@@ -231,7 +231,7 @@ def test_any_number_of_threads_and_options_in_a_wider_matrix(
     wide = mx.array(np.concatenate([options, np.full((3, 9), np.nan, np.float32)], axis=1))
     expected = kernel(logits, options)
     assert expected[:2] == by_operations(logits[:2], options[:2])
-    monkeypatch.setattr(paged, "SAMPLE_WARPS", warps)
+    monkeypatch.setattr(sampling, "SAMPLE_WARPS", warps)
     assert sample_rows(mx.array(logits), wide).tolist() == expected
 
 
@@ -239,14 +239,14 @@ def test_a_cut_at_the_wrong_side_is_noticed(dialect: str, monkeypatch: pytest.Mo
     """The tests above can fail: with the last bucket left out, the token that reaches top_k is not drawn."""
     if dialect == "gpu":
         pytest.skip("the kernel is compiled once there")
-    real = paged.kernel_text
+    real = texts.kernel_text
 
     def broken(name: str, which: Any) -> str:
         text = real(name, which)
         assert "float(bucket + 1)" in text
         return text.replace("float(bucket + 1)", "float(bucket)")
 
-    monkeypatch.setattr(paged, "kernel_text", broken)
+    monkeypatch.setattr(texts, "kernel_text", broken)
     # No other test has 17 tokens: the text for Metal is made once for each shape.
     logits = np.arange(17, dtype=np.float32)[None]
     assert kernel(logits, options_of([{"top_k": 3}], np.zeros(1))) != [14]

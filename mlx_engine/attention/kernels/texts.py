@@ -1,0 +1,124 @@
+"""The kernels' texts, and the kernels that MLX makes of them for this machine's GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+Dialect = Literal["metal", "cuda", "host"]
+
+_FOLDER = Path(__file__).parent
+# mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
+MIN_SIZE = 8
+# The compute capability from which CUDA has matrix instructions.
+_FIRST_WITH_MATRIX = 80
+
+_INPUTS = (
+    "queries",
+    "new_keys",
+    "new_values",
+    "key_pool",
+    "value_pool",
+    "key_scales",
+    "value_scales",
+    "block_tables",
+    "seq_lens",
+    "params",
+    "sinks",
+)
+_PARTIAL = ("partial_sums", "partial_stats")
+# Name: files of the text, inputs, outputs.
+KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "decode": (("decode_place.inc", "decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_split": (("decode_place.inc", "decode.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
+    "decode_matrix": (("decode_place.inc", "decode_matrix.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_matrix_split": (("decode_place.inc", "decode_matrix.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
+    "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
+    "sample": (("sample.inc",), ("logits", "options"), ("out",)),
+    "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
+    "append": (
+        ("append.inc",),
+        ("new_keys", "new_values", "key_pool", "value_pool", "key_scales", "value_scales", "slots"),
+        ("ticket",),
+    ),
+    "collect": (
+        ("collect.inc",),
+        ("key_pool", "value_pool", "key_scales", "value_scales", "block_table", "length", "after"),
+        ("keys", "values"),
+    ),
+    "prefill": (
+        ("prefill.inc",),
+        ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after"),
+        ("out",),
+    ),
+    "gemv": (
+        ("gemv.inc",),
+        ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
+        ("out",),
+    ),
+    "gate": (("gate.inc",), ("x",), ("out",)),
+    "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
+}
+
+
+@functools.cache
+def kernel_text(name: str, dialect: Dialect) -> str:
+    """The body of a kernel: the same for every dialect, but for what Metal needs before it."""
+    files = [*(["metal_prelude.inc"] if dialect == "metal" else []), *KERNELS[name][0]]
+    return _compact("".join((_FOLDER / file).read_text() for file in files))
+
+
+# Kernels that use a warp's matrix instructions, or how those pack numbers, which not every dialect has.
+_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill", "gate")
+
+
+@functools.cache
+def kernel_header(name: str, dialect: Dialect) -> str:
+    """What goes before a kernel of this name."""
+    matrix = [f"{dialect}_matrix.h"] if name in _MATRIX_KERNELS else []
+    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc", *matrix)))
+
+
+@functools.cache
+def has_matrix_instructions() -> bool:
+    """Whether the default device has those of the kernels that need them."""
+    if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
+        return False
+    digits = re.sub(r"\D", "", str(mx.device_info().get("architecture", "")))
+    return bool(digits) and int(digits) >= _FIRST_WITH_MATRIX
+
+
+def _compact(text: str) -> str:
+    """The text without comments and indentation: MLX hashes a kernel's source each time that it runs."""
+    lines = (re.sub(r"\s*//.*", "", line).strip() for line in text.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """What runs the kernel of this name: called with inputs, template, grid, threadgroup and the outputs' shapes."""
+    _, inputs, outputs = KERNELS[name]
+    dialect: Dialect = "metal" if mx.metal.is_available() else "cuda"
+    make = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=f"quire_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=kernel_text(name, dialect),
+        header=kernel_header(name, dialect),
+        # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes. Of
+        # logits a model may give a slice, which is rare.
+        ensure_row_contiguous=name == "sample",
+    )
+
+
+def padded(array: mx.array) -> mx.array:
+    """The array with at least MIN_SIZE elements; its rows stay where they are."""
+    if array.size >= MIN_SIZE:
+        return array
+    width = [(0, 0)] * (array.ndim - 1) + [(0, MIN_SIZE - (array.size if array.ndim == 1 else 0))]
+    return mx.pad(array, width)
