@@ -48,7 +48,8 @@ class RecordedDecode:
                 logger.warning(
                     "decode steps of %d sequences and more are not recorded: they take too much memory", num_rows
                 )
-                break
+                yield 1.0
+                return
             indices = mx.zeros((num_rows, width + CompiledDecode.NUM_COLUMNS), mx.int32)
             # Once as it is, so that all kernels are compiled before any of them is recorded.
             mx.eval(indices, self._step(indices))

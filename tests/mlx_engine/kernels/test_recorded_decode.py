@@ -137,6 +137,28 @@ def test_every_bucket_of_rows_is_recorded_for_short_and_long_rows(recorded: Reco
     assert graphs.num_recorded == 2 * len([1, 2, 4, 8, 12])
 
 
+def test_recordings_end_where_their_memory_does(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, backend: Backend, graphs: FakeGraphs
+) -> None:
+    """Each of them takes 10 bytes here. Rows of one bucket may be recorded for short tables only."""
+    monkeypatch.setattr(recorded_decode, "_SHORT_TOKENS", 10 * BLOCK_SIZE)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1000 + 10 * graphs.num_recorded)
+    compiled = CompiledDecode(Model(), backend, 12, MAX_PAGES)  # type: ignore[arg-type]
+    decode = RecordedDecode(compiled, graphs, BLOCK_SIZE, 25)  # type: ignore[arg-type]
+    assert list(decode.warm_up())[-1] == 1.0
+    assert graphs.num_recorded == 3
+    for parts, taken in (
+        ([decoding(0, 100, 5)], True),
+        ([decoding(0, 9, 5), decoding(1, 9, 5)], True),
+        ([decoding(0, 100, 5), decoding(1, 9, 5)], False),
+        ([decoding(i, 9, 5) for i in range(3)], False),
+    ):
+        fetch = decode.launch(build_input_batch(SchedulerOutput(1, tuple(parts)), BLOCK_SIZE))
+        assert (None if fetch is None else fetch.wait()) == (
+            expected_tokens(parts, [5] * len(parts)) if taken else None
+        )
+
+
 def test_greedy_and_sampled_rows_run_from_one_recording(recorded: RecordedDecode, graphs: FakeGraphs) -> None:
     parts = [decoding(i, 5 + i, 3 * i, i, OPTIONS[i % 4]) for i in range(7)]
     got = launch(recorded, parts)
