@@ -18,7 +18,7 @@ from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError
 from mlx_engine.gpu import adapt_for_gpu
-from mlx_engine.memory import plan_kv_blocks
+from mlx_engine.memory import available_memory_bytes, plan_kv_blocks
 from mlx_engine.model_runner import MLXModelRunner
 from mlx_engine.models.embedded import served_name
 from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
@@ -242,17 +242,12 @@ def _recorded_chunks(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_pages=recorded.max_pages,
         block_size=config.block_size,
-        max_bytes=int(min(_CHUNKS_OF_ALL * _device_bytes(), _CHUNKS_OF_FREE * _free_bytes())),
+        max_bytes=int(min(_CHUNKS_OF_ALL * available_memory_bytes(), _CHUNKS_OF_FREE * _free_bytes())),
     )
 
 
-def _device_bytes() -> int:
-    info = mx.device_info()
-    return int(next((info[key] for key in ("total_memory", "memory_size") if key in info), 0))
-
-
 def _free_bytes() -> int:
-    return max(0, _device_bytes() - int(mx.get_active_memory()))
+    return max(0, available_memory_bytes() - int(mx.get_active_memory()))
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

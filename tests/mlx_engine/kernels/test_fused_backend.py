@@ -65,7 +65,7 @@ def test_the_same_tokens_as_by_gathering(
     if how == "recorded":
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
         monkeypatch.setattr(build, "load_graphs", FakeGraphs)
-        monkeypatch.setattr(build, "_device_bytes", lambda: 1 << 40)
+        monkeypatch.setattr(build, "available_memory_bytes", lambda: 1 << 40)
     engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=how != "eager")
     assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
     assert _tokens(engine) == expected

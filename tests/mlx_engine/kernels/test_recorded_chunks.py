@@ -361,7 +361,7 @@ def recording_engine(gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(build_module, "load_graphs", FakeGraphs)
-    monkeypatch.setattr(build_module, "_device_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(build_module, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(build_module, "adapt_for_cpu", lambda model, native: adapt_for_gpu(model))
     monkeypatch.setattr(recorded_chunks, "_TOKENS", (16,))
     monkeypatch.setattr(recorded_chunks, "_MORE_TOKENS", ())
