@@ -181,9 +181,13 @@ def kernels_of(shape: Shape) -> PagedKernels:
 
 
 def new_pool(shape: Shape, num_blocks: int) -> LayerPool:
-    """An empty one."""
+    """One of random numbers."""
     spec = LayerKVSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim)
-    return LayerPool.zeros(spec, num_blocks, shape.block_size, mx.bfloat16, shape.stored)
+    pool = LayerPool.zeros(spec, num_blocks, shape.block_size, mx.bfloat16, shape.stored)
+    numbers = mx.random.normal((num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim))
+    rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
+    pool.write(rows, numbers, numbers)
+    return pool
 
 
 def time_shape(shape: Shape, splits: int, rounds: int) -> float:
@@ -193,9 +197,6 @@ def time_shape(shape: Shape, splits: int, rounds: int) -> float:
     num_blocks = shape.num_rows * pages + 1
     blocks = rng.permutation(num_blocks - 1).reshape(shape.num_rows, pages) + 1
     pool = new_pool(shape, num_blocks)
-    numbers = mx.random.normal((num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim))
-    rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
-    pool.write(rows, numbers, numbers)
     queries = mx.random.normal((shape.num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
     new = mx.random.normal((shape.num_rows, shape.num_kv_heads, shape.head_dim)).astype(mx.bfloat16)
     tables = mx.array(blocks.astype(np.int32))
@@ -218,9 +219,6 @@ def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:
     kernels, pages = kernels_of(shape), cdiv(seq_len, shape.block_size)
     tables = np.random.default_rng(0).permutation(chunks.num_chunks * pages).reshape(chunks.num_chunks, pages) + 1
     pool = new_pool(shape, tables.size + 1)
-    numbers = mx.random.normal(((tables.size + 1) * shape.block_size, shape.num_kv_heads, shape.head_dim))
-    rows = mx.arange(numbers.shape[0] * shape.num_kv_heads).reshape(-1, shape.num_kv_heads)
-    pool.write(rows, numbers, numbers)
     num_rows = chunks.num_chunks * chunks.num_tokens
     queries = mx.random.normal((num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
     ticket, scale = mx.zeros((8,), mx.int32), float(shape.head_dim**-0.5)

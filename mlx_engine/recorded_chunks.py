@@ -85,6 +85,16 @@ class _Shape:
         )
         return dict(zip(_FIELDS, counts, strict=True))
 
+    def padding(self) -> dict[str, IntArray]:
+        """The fields of a step of nothing but padding.
+
+        Its rows have length 0, its tokens go to the scratch block, its tiles are of the last chunk, which has no rows.
+        """
+        fields = {name: np.zeros(size, np.int32) for name, size in self.sizes.items()}
+        fields["feedback"][:] = -1
+        fields["tiles"][::2] = self.num_chunks
+        return fields
+
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
@@ -190,15 +200,11 @@ class RecordedChunks:
     def _numbers(self, shape: _Shape, batch: InputBatch) -> IntArray:
         decodes = batch.num_decode_rows
         table, chunks, tiles = share_out(batch.prefill_chunks, decodes, self._tile_shape)
+        fields = shape.padding()
+        fields["tokens"][:decodes] = batch.token_ids[:decodes]
+        if batch.feedback is not None:
+            fields["feedback"][:decodes] = batch.feedback[:decodes]
         filled = {
-            "tokens": np.concatenate(
-                [
-                    batch.token_ids[:decodes],
-                    np.zeros(shape.num_decodes - decodes, np.int32),
-                    batch.token_ids[decodes:],
-                ]
-            ),
-            "feedback": np.full(decodes, -1) if batch.feedback is None else batch.feedback[:decodes],
             "seq_lens": batch.seq_lens,
             "positions": batch.positions[decodes:],
             "slots": batch.slot_mapping[decodes:],
@@ -206,16 +212,11 @@ class RecordedChunks:
             "chunks": chunks.reshape(-1),
             "tiles": tiles.reshape(-1),
         }
-        # Padding rows have length 0 and padding tokens go to the scratch block. A tile of the last chunk has no rows.
-        blank = {"feedback": -1}
-        out = []
-        for name, size in shape.sizes.items():
-            field = np.full(size, blank.get(name, 0), np.int32)
-            if name == "tiles":
-                field[::2] = shape.num_chunks
-            field[: len(filled[name])] = filled[name]
-            out.append(field)
-        return np.concatenate(out)
+        for name, numbers in filled.items():
+            fields[name][: len(numbers)] = numbers
+        first, end = shape.num_decodes, shape.num_decodes + batch.num_rows - decodes
+        fields["tokens"][first:end] = batch.token_ids[decodes:]
+        return np.concatenate(list(fields.values()))
 
     def _sampling(self, shape: _Shape, batch: InputBatch) -> IntArray:
         out = np.empty((len(batch.samples), NUM_OPTIONS + 1), np.int32)
@@ -226,10 +227,7 @@ class RecordedChunks:
         return out
 
     def _record(self, shape: _Shape) -> _Recording:
-        fields = [np.zeros(size, np.int32) for size in shape.sizes.values()]
-        fields[_FIELDS.index("feedback")][:] = -1
-        fields[_FIELDS.index("tiles")][::2] = shape.num_chunks
-        numbers = mx.array(np.concatenate(fields)[None])
+        numbers = mx.array(np.concatenate(list(shape.padding().values()))[None])
         tables = mx.zeros((shape.num_decodes, shape.width), mx.int32)
         sampling = mx.zeros((shape.num_samples, NUM_OPTIONS + 1), mx.int32)
         # Once as it is, so that all kernels are compiled before any of them is recorded.

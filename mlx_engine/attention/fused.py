@@ -170,9 +170,9 @@ class FusedBackend(GatherBackend):
         """
         spec, pool = self._layers[layer], self._pools[layer]
         num_decodes = step.num_decodes
+        kernels = self._layer_kernels(queries.shape[1], spec)
         parts = []
         if num_decodes:
-            kernels = self._layer_kernels(queries.shape[1], spec)
             longest = step.max_decode_len if window is None else min(step.max_decode_len, window)
             splits = kernels.num_splits(num_decodes, pool, longest)
             self._counts["fused" if splits == 1 else "fused_split"] += 1
@@ -196,7 +196,7 @@ class FusedBackend(GatherBackend):
             )
             parts.append(out[:, :, None])
         if ticket is not None:
-            kernels, after = self._layer_kernels(queries.shape[1], spec), ticket
+            after = ticket
             if kernels.uses_matrix(pool):
                 plan = step.chunk_plan(kernels.tile_shape)
                 self._counts["chunk_paged"] += plan.chunks.shape[0]

@@ -180,18 +180,30 @@ class GatherStep:
 
     batch: InputBatch
     block_size: int
-    decode_groups: tuple[DecodeGroup, ...] = field(init=False)
-    order: mx.array | None = field(init=False)  # [T] puts the parts' rows back in batch order; None: they are
     _cache: dict[Any, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        groups = self.decode_groups = self.batch.decode_groups
+    @property
+    def decode_groups(self) -> tuple[DecodeGroup, ...]:
+        """See InputBatch. Not looked at where kernels read the decode rows."""
+        if "groups" not in self._cache:
+            self._cache["groups"] = self.batch.decode_groups
+        return self._cache["groups"]  # type: ignore[no-any-return]
+
+    @property
+    def order(self) -> mx.array | None:
+        """[T] puts the parts' rows back in batch order; None: they are."""
+        if "order" not in self._cache:
+            self._cache["order"] = self._make_order()
+        return self._cache["order"]  # type: ignore[no-any-return]
+
+    def _make_order(self) -> mx.array | None:
+        groups = self.decode_groups
         order = np.concatenate([g.rows.ravel() for g in groups]) if groups else np.zeros(0, np.int32)
         # Rows that stand in a group more than once move the chunks' rows behind them.
         inverse = np.arange(self.batch.num_rows, dtype=np.int32) + (len(order) - self.batch.num_decode_rows)
         inverse[order] = np.arange(len(order), dtype=np.int32)
         in_order = len(order) == self.batch.num_decode_rows and bool((inverse == np.arange(len(inverse))).all())
-        self.order = None if in_order else mx.array(inverse)
+        return None if in_order else mx.array(inverse)
 
     def is_whole(self, group: DecodeGroup) -> bool:
         """Whether the group is the whole step, in its order."""

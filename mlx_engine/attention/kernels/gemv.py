@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -61,7 +60,7 @@ def gemv(
     elif rotation is not None:
         pair = rotation.cosines.shape[1]
     splits = _num_splits(num_columns // 2, depth * x.dtype.size // 16)
-    none = _params(0.0)
+    none = texts.constants()
     out: mx.array = texts.kernel("gemv")(
         inputs=[
             x,
@@ -71,7 +70,7 @@ def gemv(
             weight if residual is None else residual,
             none if rotation is None else rotation.cosines,
             none if rotation is None else rotation.sines,
-            none if norm is None else _params(norm.eps),
+            none if norm is None else texts.constants(norm.eps),
         ],
         template=[
             ("T", x.dtype),
@@ -133,8 +132,3 @@ def _num_splits(num_pairs: int, num_pieces: int) -> int:
     while num_pairs * splits < _WANTED_WARPS and splits < _WARPS and num_pieces >= 2 * splits * 32 * _UNROLL:
         splits *= 2
     return splits
-
-
-@functools.cache
-def _params(eps: float) -> mx.array:
-    return mx.full((8,), eps, mx.float32)

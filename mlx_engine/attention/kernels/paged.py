@@ -18,7 +18,7 @@ from mlx_engine.types import cdiv
 _LOG2_E = math.log2(math.e)
 
 # How often a warp of `decode` reads before it computes, and threads of a threadgroup of the others.
-DECODE_UNROLL = 4
+_DECODE_UNROLL = 4
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
@@ -179,7 +179,7 @@ class PagedKernels:
             ("HEADS", heads),
             ("WINDOW", window or 0),
             ("WARPS", warps),
-            ("UNROLL", DECODE_UNROLL),
+            ("UNROLL", _DECODE_UNROLL),
             ("MIN_SPAN", min_span),
         ]
         threads = 32 * warps
@@ -337,7 +337,7 @@ def share_out(chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[
 
 
 def _params(scale: float, soft_cap: float | None) -> mx.array:
-    return mx.array([scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E, *[0.0] * (texts.MIN_SIZE - 2)])
+    return texts.constants(scale * _LOG2_E, (soft_cap or 0.0) * _LOG2_E)
 
 
 def _arrays(pool: LayerPool) -> list[mx.array]:

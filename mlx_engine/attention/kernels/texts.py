@@ -116,6 +116,11 @@ def kernel(name: str) -> Any:
     )
 
 
+def constants(*values: float) -> mx.array:
+    """Numbers for a kernel, float32, as many as it must be given at the least."""
+    return mx.array([*values, *[0.0] * (MIN_SIZE - len(values))])
+
+
 def padded(array: mx.array) -> mx.array:
     """The array with at least MIN_SIZE elements; its rows stay where they are."""
     if array.size >= MIN_SIZE:
