@@ -129,17 +129,17 @@ def test_adapted_model_is_probed_against_the_unchanged_one(native: NativeLibrary
         PagedModel(build(TINY["llama_biases"]), double_a_norm)
 
 
-def _huge_kilobytes(arrays: list[mx.array]) -> int:
-    """Huge pages of the mappings that hold the middles of these arrays: their ends may lie outside huge pages."""
-    addresses = [np.array(array, copy=False).ctypes.data + array.nbytes // 2 for array in arrays]
-    total, inside = 0, False
+def _asks_for_huge_pages(array: mx.array) -> bool:
+    """Whether the mapping around this array's middle is marked for huge pages: its ends may lie outside them."""
+    middle = np.array(array, copy=False).ctypes.data + array.nbytes // 2
+    inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if span:
-            inside = any(int(span[1], 16) <= address < int(span[2], 16) for address in addresses)
-        elif inside and line.startswith("AnonHugePages:"):
-            total += int(line.split()[1])
-    return total
+            inside = int(span[1], 16) <= middle < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
@@ -147,10 +147,13 @@ def test_huge_pages_hold_the_same_numbers() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("transparent huge pages aren't given on request here")
-    arrays = [mx.random.normal((6 << 20,)) for _ in range(2)]
+    # Above 32 MB malloc gives every array a mapping of its own, which nobody has marked before.
+    arrays = [mx.random.normal((9 << 20,)) for _ in range(2)]
     copies = [np.array(array) for array in arrays]
-    assert use_huge_pages(arrays) >= 24 << 20
-    assert _huge_kilobytes(arrays) >= 40 << 10
+    assert not any(map(_asks_for_huge_pages, arrays))
+    assert use_huge_pages(arrays) >= 64 << 20
+    # How many the kernel has to give depends on how fragmented the machine's memory is; that it was asked does not.
+    assert all(map(_asks_for_huge_pages, arrays))
     assert all(np.array_equal(np.array(array), copy) for array, copy in zip(arrays, copies, strict=True))
 
 
