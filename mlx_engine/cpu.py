@@ -65,14 +65,17 @@ def use_huge_pages(arrays: Iterable[mx.array]) -> int:
     if not sys.platform.startswith("linux"):
         return 0
     large = [array for array in arrays if array.dtype == mx.float32 and array.nbytes >= _HUGE_PAGE]
-    addresses = sorted(np.array(array, copy=False).ctypes.data for array in large)
+    spans = sorted((np.array(array, copy=False).ctypes.data, array.nbytes) for array in large)
+    starts = [start for start, _ in spans]
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     asked = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, *_ = line.split()
         low, high = (int(part, 16) for part in span.split("-"))
-        if bisect.bisect_left(addresses, low) == bisect.bisect_left(addresses, high) or permissions != "rw-p":
+        # An array may lie in several mappings, where a part of its memory was marked for a former owner.
+        begun = bisect.bisect_left(starts, high)
+        if begun == 0 or sum(spans[begun - 1]) <= low or permissions != "rw-p":
             continue
         low, high = -(-low // _HUGE_PAGE) * _HUGE_PAGE, high // _HUGE_PAGE * _HUGE_PAGE
         # A kernel that can't (before 6.1 it can't collapse) says so and leaves the pages as they are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from functools import partial
@@ -19,6 +20,9 @@ from mlx_engine.linear import DenseLinear, FusedProjections, PackedLinear
 from mlx_engine.native import NativeLibrary, NativeUnavailable, load_native
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, build
+
+# Linux's advice numbers, from <sys/mman.h>.
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
 
 
 def _close(got: mx.array, expected: mx.array) -> None:
@@ -129,17 +133,23 @@ def test_adapted_model_is_probed_against_the_unchanged_one(native: NativeLibrary
         PagedModel(build(TINY["llama_biases"]), double_a_norm)
 
 
-def _asks_for_huge_pages(array: mx.array) -> bool:
-    """Whether the mapping around this array's middle is marked for huge pages: its ends may lie outside them."""
-    middle = np.array(array, copy=False).ctypes.data + array.nbytes // 2
-    inside = False
+def _inside(array: mx.array) -> tuple[int, int]:
+    """From where to where this array has whole pages of 2 MB."""
+    start = np.array(array, copy=False).ctypes.data
+    return -(-start // (2 << 20)) * (2 << 20), (start + array.nbytes) // (2 << 20) * (2 << 20)
+
+
+def _marks(array: mx.array) -> set[bool]:
+    """Whether huge pages were asked for, over all mappings that this array lies in."""
+    first, last = _inside(array)
+    marks, overlaps = set(), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if span:
-            inside = int(span[1], 16) <= middle < int(span[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return "hg" in line.split()
-    return False
+            overlaps = int(span[1], 16) < last and int(span[2], 16) > first
+        elif overlaps and line.startswith("VmFlags:"):
+            marks.add("hg" in line.split())
+    return marks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's own")
@@ -147,13 +157,19 @@ def test_huge_pages_hold_the_same_numbers() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("transparent huge pages aren't given on request here")
-    # Above 32 MB malloc gives every array a mapping of its own, which nobody has marked before.
-    arrays = [mx.random.normal((9 << 20,)) for _ in range(2)]
+    arrays = [mx.random.normal((6 << 20,)) for _ in range(2)]
     copies = [np.array(array) for array in arrays]
-    assert not any(map(_asks_for_huge_pages, arrays))
-    assert use_huge_pages(arrays) >= 64 << 20
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for array in arrays:
+        # Memory that had owners before: the first half of the array is one mapping, the second another.
+        first, last = _inside(array)
+        assert libc.madvise(first, last - first, _MADV_NOHUGEPAGE) == 0
+        assert libc.madvise(first + (10 << 20), last - first - (10 << 20), _MADV_HUGEPAGE) == 0
+        assert _marks(array) == {False, True}
+    assert use_huge_pages(arrays) >= 40 << 20
     # How many the kernel has to give depends on how fragmented the machine's memory is; that it was asked does not.
-    assert all(map(_asks_for_huge_pages, arrays))
+    assert [_marks(array) for array in arrays] == [{True}, {True}]
     assert all(np.array_equal(np.array(array), copy) for array, copy in zip(arrays, copies, strict=True))
 
 
