@@ -2,10 +2,12 @@
 // lanes meet (barriers, shuffles). A kernel whose lanes don't all arrive at a meeting is reported, not left hanging.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <vector>
 
@@ -17,20 +19,24 @@ struct Dim3 {
 
 class Threadgroup {
  public:
-  // Calls kernel() once for each of num_threads lanes; false if lanes waited for others that had ended.
+  // Calls kernel() once for each of num_threads lanes, as many in each call; false if lanes waited for others that had
+  // ended.
   bool run(int num_threads, const std::function<void()>& kernel) {
     kernel_ = &kernel;
-    fibers_.assign(num_threads, Fiber{});
     exchange_.assign(2 * num_threads, 0.0f);
-    if (int(stacks_.size()) < num_threads) {
-      stacks_.resize(num_threads, std::vector<char>(kStackBytes));
+    for (int i = int(fibers_.size()); i < num_threads; ++i) {
+      stacks_.emplace_back(kStackBytes);
+      fibers_.emplace_back();
+      ucontext_t& context = fibers_[i].context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks_[i].data();
+      context.uc_stack.ss_size = kStackBytes;
+      context.uc_link = nullptr;
+      makecontext(&context, &Threadgroup::enter, 0);
     }
-    for (int i = 0; i < num_threads; ++i) {
-      getcontext(&fibers_[i].context);
-      fibers_[i].context.uc_stack.ss_sp = stacks_[i].data();
-      fibers_[i].context.uc_stack.ss_size = kStackBytes;
-      fibers_[i].context.uc_link = &scheduler_;
-      makecontext(&fibers_[i].context, reinterpret_cast<void (*)()>(&Threadgroup::enter), 0);
+    for (Fiber& fiber : fibers_) {
+      fiber.state = State::kReady;
+      fiber.num_shuffles = 0;
     }
     current_group() = this;
     for (int left = num_threads; left > 0;) {
@@ -41,7 +47,7 @@ class Threadgroup {
         }
         moved = true;
         lane_ = i;
-        swapcontext(&scheduler_, &fibers_[i].context);
+        go_on(fibers_[i]);
         left -= fibers_[i].state == State::kEnded;
       }
       moved |= release_warps();
@@ -92,21 +98,40 @@ class Threadgroup {
   static constexpr size_t kMostWords = 8;
   enum class State { kReady, kAtShuffle, kAtBarrier, kEnded };
   struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    jmp_buf place;       // where it waits: unlike swapcontext, a jump doesn't ask the system for its signals
+    bool begun = false;
     State state = State::kReady;
     int num_shuffles = 0;
   };
 
   static void enter() {
     Threadgroup* group = current_group();
-    (*group->kernel_)();
-    group->fibers_[group->lane_].state = State::kEnded;
+    // A fiber is made once: the next threadgroup's kernel runs on it too.
+    for (;;) {
+      (*group->kernel_)();
+      group->wait(State::kEnded);
+    }
+  }
+
+  // Lets a fiber run until it waits or ends.
+  void go_on(Fiber& fiber) {
+    if (_setjmp(scheduler_) != 0) {
+      return;
+    }
+    if (fiber.begun) {
+      _longjmp(fiber.place, 1);
+    }
+    fiber.begun = true;
+    setcontext(&fiber.context);
   }
 
   void wait(State state) {
-    const int lane = lane_;
-    fibers_[lane].state = state;
-    swapcontext(&fibers_[lane].context, &scheduler_);
+    Fiber& fiber = fibers_[lane_];
+    fiber.state = state;
+    if (_setjmp(fiber.place) == 0) {
+      _longjmp(scheduler_, 1);
+    }
   }
 
   // A warp goes on when all its 32 lanes are at a shuffle.
@@ -140,11 +165,11 @@ class Threadgroup {
   }
 
   const std::function<void()>* kernel_ = nullptr;
-  std::vector<Fiber> fibers_;
+  std::deque<Fiber> fibers_;  // a context must stay where it was made
   std::vector<std::vector<char>> stacks_;
   std::vector<float> exchange_;
   std::vector<uint32_t> words_;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   int lane_ = 0;
 };
 
