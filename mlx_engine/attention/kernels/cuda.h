@@ -2,6 +2,8 @@
 #define QUIRE_FUNCTION __device__ inline
 #define QUIRE_DEVICE
 #define QUIRE_SHARED __shared__
+// 16-byte pieces of shared memory, as many as the kernel is launched with.
+#define QUIRE_DYNAMIC_SHARED(name, pieces) extern __shared__ __align__(1024) uint4 name[]
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
 #define QUIRE_UNROLL _Pragma("unroll")
 #define QUIRE_BARRIER() __syncthreads()

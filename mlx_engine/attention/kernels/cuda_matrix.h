@@ -3,6 +3,8 @@ namespace quire {
 
 __device__ inline bool any(bool value) { return __any_sync(0xffffffffu, value); }
 
+__device__ inline float greater(float one, float two) { return fmaxf(one, two); }
+
 // In one instruction, right to about 22 bits.
 __device__ inline float fast_exp2(float x) {
   float power;
@@ -23,15 +25,45 @@ __device__ inline Raw join(const unsigned (&words)[4]) { return make_uint4(words
 __device__ inline unsigned low_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x5410); }
 __device__ inline unsigned high_halves(unsigned one, unsigned two) { return __byte_perm(one, two, 0x7632); }
 
+// Two 16-bit numbers.
+template <typename T>
+__device__ inline unsigned load4(const T* source) {
+  return *reinterpret_cast<const unsigned*>(source);
+}
+template <typename T>
+__device__ inline void store4(T* target, unsigned word) {
+  *reinterpret_cast<unsigned*>(target) = word;
+}
+
+__device__ inline unsigned shared_address(const void* pointer) { return unsigned(__cvta_generic_to_shared(pointer)); }
+
 // Copies 16 bytes into shared memory, or puts zeros there, while the threads go on; then `end_copies`, and
-// `wait_for_copies` for all but those that were ended last.
+// `wait_for_copies` for all but the LEFT times that copies were ended last.
 template <typename T>
 __device__ inline void copy16(Raw* target, const T* source, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(target))),
-               "l"(source), "r"(wanted ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(wanted ? 16 : 0));
 }
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;"); }
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+template <int LEFT>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Four matrices of 8 times 8 16-bit numbers in shared memory: lanes 8 i to 8 i + 7 name the rows of the i-th. Lane l gets
+// of each the columns 2 (l % 4) and one more of row l / 4; transposed, the rows 2 (l % 4) and one more of column l / 4.
+__device__ inline void load_matrices(const Raw* row, unsigned (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ inline void load_transposed(const Raw* row, unsigned (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
 
 template <typename T>
 struct Matrix;

@@ -10,6 +10,7 @@
 #define QUIRE_FUNCTION inline
 #define QUIRE_DEVICE
 #define QUIRE_SHARED static thread_local
+#define QUIRE_DYNAMIC_SHARED(name, pieces) alignas(1024) static thread_local quire::Raw name[pieces]
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
 #define QUIRE_UNROLL
 #define QUIRE_BARRIER() simt::Threadgroup::current_group()->barrier()

@@ -10,6 +10,8 @@ inline bool any(bool value) {
   return all > 0.0f;
 }
 
+inline float greater(float one, float two) { return one > two ? one : two; }
+
 inline float fast_exp2(float x) { return std::exp2(x); }
 
 inline void split(Raw raw, unsigned (&words)[4]) { std::memcpy(words, raw.words, 16); }
@@ -24,7 +26,38 @@ void copy16(Raw* target, const T* source, bool wanted) {
   *target = wanted ? load16(source) : zero16();
 }
 inline void end_copies() {}
-inline void wait_for_copies() {}
+template <int LEFT>
+void wait_for_copies() {}
+
+template <typename T>
+unsigned load4(const T* source) {
+  unsigned word;
+  std::memcpy(&word, source, 4);
+  return word;
+}
+template <typename T>
+void store4(T* target, unsigned word) {
+  std::memcpy(target, &word, 4);
+}
+
+inline void load_matrices(const Raw* row, unsigned (&words)[4], bool transposed) {
+  const uint64_t address = reinterpret_cast<uint64_t>(row);
+  const uint32_t mine[2] = {uint32_t(address), uint32_t(address >> 32)};
+  uint32_t all[32][2];
+  simt::Threadgroup::current_group()->exchange(mine, all);
+  for (int i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (int c = 0; c < 2; ++c) {
+      const int line = transposed ? QUIRE_LANE % 4 * 2 + c : QUIRE_LANE / 4;
+      const int column = transposed ? QUIRE_LANE / 4 : QUIRE_LANE % 4 * 2 + c;
+      const uint32_t(&named)[2] = all[8 * i + line];
+      std::memcpy(&pair[c], reinterpret_cast<const uint16_t*>(named[0] | uint64_t(named[1]) << 32) + column, 2);
+    }
+    words[i] = pair[0] | unsigned(pair[1]) << 16;
+  }
+}
+inline void load_matrices(const Raw* row, unsigned (&words)[4]) { load_matrices(row, words, false); }
+inline void load_transposed(const Raw* row, unsigned (&words)[4]) { load_matrices(row, words, true); }
 
 template <typename T>
 struct Matrix {

@@ -34,8 +34,6 @@ _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
 _MAX_COPY_GROUPS = 256
-# Warps of a threadgroup of `prefill`.
-_PREFILL_WARPS = 4
 
 
 def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
@@ -66,6 +64,16 @@ class ChunkPlan:
     def of(cls, chunks: Sequence[PrefillChunk], first_row: int, tile_shape: tuple[int, int]) -> ChunkPlan:
         """The plan of these chunks, whose rows are counted from first_row on."""
         return cls(*(mx.array(array) for array in share_out(chunks, first_row, tile_shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayout:
+    """How a threadgroup of prefill.inc works: see there."""
+
+    kernel: str
+    warps: int
+    tiles: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +229,15 @@ class PagedKernels:
     @property
     def tile_shape(self) -> tuple[int, int]:
         """Rows that a threadgroup of `prefill` takes, and how many of them are one position."""
-        return _PREFILL_WARPS * 16 * self._prefill_tiles, self.num_heads // self.num_kv_heads
+        layout = self.prefill_layout
+        return layout.warps * layout.tiles * 16, self.num_heads // self.num_kv_heads
 
     @property
-    def _prefill_tiles(self) -> int:
-        """Sixteens of rows that a warp of `prefill` takes: what its registers hold."""
-        return 2 if max(self.key_head_dim, self.value_head_dim) <= 64 else 1
+    def prefill_layout(self) -> PrefillLayout:
+        """How `prefill` runs: what its registers hold."""
+        if texts.has_warpgroup_instructions() and {self.key_head_dim, self.value_head_dim} <= {64, 128}:
+            return PrefillLayout("prefill_warpgroup", warps=8, tiles=1, step=64)
+        return PrefillLayout("prefill", 4, 2 if max(self.key_head_dim, self.value_head_dim) <= 64 else 1, step=32)
 
     def prefill(
         self,
@@ -245,8 +256,11 @@ class PagedKernels:
         `after` [8] is the ticket of what stored the chunks' own tokens. Returns [n, num_heads, value_head_dim].
         """
         params = _params(scale, soft_cap)
-        threads = 32 * _PREFILL_WARPS
-        out: mx.array = texts.kernel("prefill")(
+        layout = self.prefill_layout
+        threads = 32 * layout.warps
+        panels = cdiv(self.key_head_dim, 64) + cdiv(self.value_head_dim, 64)
+        # Three steps, whose tokens have 128 bytes in each panel.
+        out: mx.array = texts.kernel(layout.kernel, 3 * layout.step * 128 * panels)(
             inputs=[
                 queries,
                 pool.keys,
@@ -266,8 +280,10 @@ class PagedKernels:
                 ("GROUP", self.num_heads // self.num_kv_heads),
                 ("BLOCK_SIZE", self.block_size),
                 ("WINDOW", window or 0),
-                ("WARPS", _PREFILL_WARPS),
-                ("TILES", self._prefill_tiles),
+                ("SOFT_CAP", soft_cap is not None),
+                ("WARPS", layout.warps),
+                ("TILES", layout.tiles),
+                ("STEP", layout.step),
                 ("SINKS", sinks is not None),
             ],
             grid=(plan.tiles.shape[0] * threads, self.num_kv_heads, 1),

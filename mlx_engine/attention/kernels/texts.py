@@ -14,8 +14,9 @@ Dialect = Literal["metal", "cuda", "host"]
 _FOLDER = Path(__file__).parent
 # mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
 MIN_SIZE = 8
-# The compute capability from which CUDA has matrix instructions.
+# The compute capability from which CUDA has matrix instructions, and the one that has those of four warps.
 _FIRST_WITH_MATRIX = 80
+_WITH_WARPGROUPS = 90
 
 _INPUTS = (
     "queries",
@@ -30,6 +31,7 @@ _INPUTS = (
     "params",
     "sinks",
 )
+_PREFILL_INPUTS = ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after")
 _PARTIAL = ("partial_sums", "partial_stats")
 # Name: files of the text, inputs, outputs.
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -50,11 +52,8 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("key_pool", "value_pool", "key_scales", "value_scales", "block_table", "length", "after"),
         ("keys", "values"),
     ),
-    "prefill": (
-        ("prefill.inc",),
-        ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after"),
-        ("out",),
-    ),
+    "prefill": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
+    "prefill_warpgroup": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
     "gemv": (
         ("gemv.inc",),
         ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
@@ -72,24 +71,41 @@ def kernel_text(name: str, dialect: Dialect) -> str:
     return _compact("".join((_FOLDER / file).read_text() for file in files))
 
 
-# Kernels that use a warp's matrix instructions, or how those pack numbers, which not every dialect has.
-_MATRIX_KERNELS = ("decode_matrix", "decode_matrix_split", "prefill", "gate")
+# What goes before kernels that use matrix instructions, or how those pack numbers, which not every dialect has; "{}" is
+# the dialect.
+_MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
+    "decode_matrix": ("{}_matrix.h",),
+    "decode_matrix_split": ("{}_matrix.h",),
+    "gate": ("{}_matrix.h",),
+    "prefill": ("{}_matrix.h", "weights.inc", "products.inc"),
+    "prefill_warpgroup": ("{}_matrix.h", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
+}
 
 
 @functools.cache
 def kernel_header(name: str, dialect: Dialect) -> str:
     """What goes before a kernel of this name."""
-    matrix = [f"{dialect}_matrix.h"] if name in _MATRIX_KERNELS else []
-    return _compact("".join((_FOLDER / file).read_text() for file in (f"{dialect}.h", "store.inc", *matrix)))
+    files = ("{}.h", "store.inc", *_MATRIX_HEADERS.get(name, ()))
+    return _compact("".join((_FOLDER / file.format(dialect)).read_text() for file in files))
+
+
+def has_matrix_instructions() -> bool:
+    """Whether the default device has those of the kernels that need them."""
+    return _compute_capability() >= _FIRST_WITH_MATRIX
+
+
+def has_warpgroup_instructions() -> bool:
+    """Whether the default device has matrix instructions of four warps: Hopper, and nothing before or after."""
+    return _compute_capability() == _WITH_WARPGROUPS
 
 
 @functools.cache
-def has_matrix_instructions() -> bool:
-    """Whether the default device has those of the kernels that need them."""
+def _compute_capability() -> int:
+    """CUDA's, times ten, of the default device; 0 where that is something else."""
     if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
-        return False
+        return 0
     digits = re.sub(r"\D", "", str(mx.device_info().get("architecture", "")))
-    return bool(digits) and int(digits) >= _FIRST_WITH_MATRIX
+    return int(digits or 0)
 
 
 def _compact(text: str) -> str:
@@ -99,11 +115,15 @@ def _compact(text: str) -> str:
 
 
 @functools.cache
-def kernel(name: str) -> Any:
-    """What runs the kernel of this name: called with inputs, template, grid, threadgroup and the outputs' shapes."""
+def kernel(name: str, shared_memory: int = 0) -> Any:
+    """What runs the kernel of this name: called with inputs, template, grid, threadgroup and the outputs' shapes.
+
+    `shared_memory` bytes are for kernels that say so.
+    """
     _, inputs, outputs = KERNELS[name]
     dialect: Dialect = "metal" if mx.metal.is_available() else "cuda"
-    make = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+    options = {"shared_memory": shared_memory} if shared_memory else {}
+    make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
     return make(
         name=f"quire_{name}",
         input_names=list(inputs),
@@ -113,6 +133,7 @@ def kernel(name: str) -> Any:
         # A copy of a slice of fused projections would cost a kernel more; of the rest the text says what it takes. Of
         # logits a model may give a slice, which is rare.
         ensure_row_contiguous=name == "sample",
+        **options,
     )
 
 

@@ -45,6 +45,15 @@ def matrix_dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return "host"
 
 
+@pytest.fixture(params=["warp", "warpgroup"])
+def products(request: pytest.FixtureRequest, matrix_dialect: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose matrix instructions multiply in the prefill kernel."""
+    if request.param == "warpgroup" and matrix_dialect == "gpu" and not texts.has_warpgroup_instructions():
+        pytest.skip("needs a GPU with matrix instructions of four warps")
+    monkeypatch.setattr(texts, "has_warpgroup_instructions", lambda: request.param == "warpgroup")
+    return str(request.param)
+
+
 @pytest.fixture
 def kernels_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the fused backend run here. Kernels on the host run at once, so nothing around them may be compiled."""

@@ -27,13 +27,10 @@ _KERNELS = Path(texts.__file__).parent
 _HERE = Path(__file__).parent
 _LIBRARIES = tempfile.TemporaryDirectory(prefix="quire-kernels-")
 
-_HOST_TYPES = {
-    mx.float32: "float",
-    mx.float16: "quire::float16",
-    mx.bfloat16: "quire::bfloat16",
-    mx.int32: "int",
-    mx.int8: "int8_t",
-    mx.uint32: "uint32_t",
+_COMMON_TYPES = {mx.float32: "float", mx.int32: "int", mx.int8: "int8_t", mx.uint32: "uint32_t"}
+_TYPES: dict[str, dict[mx.Dtype, str]] = {
+    "host": _COMMON_TYPES | {mx.float16: "quire::float16", mx.bfloat16: "quire::bfloat16"},
+    "cuda": _COMMON_TYPES | {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"},
 }
 
 _COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w")
@@ -46,7 +43,7 @@ class KernelFault(Exception):
 
 
 class _Executor:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shared_memory: int = 0) -> None:
         self._name = name
         _, self._inputs, self._outputs = texts.KERNELS[name]
 
@@ -87,31 +84,63 @@ class HostKernel(_Executor):
     def source(
         self, inputs: Any, template: Template, grid: Any, threadgroup: Any, output_shapes: Any, output_dtypes: Any
     ) -> str:
-        text = texts.kernel_text(self._name, "host")
-        parameters, arguments = [], []
-        for i, (name, array) in enumerate(zip(self._inputs, inputs, strict=True)):
-            kind = f"const {_HOST_TYPES[array.dtype]}*"
-            parameters.append(f"{kind} {name}")
-            arguments.append(f"({kind})buffers[{i}]")
-            if f"{name}_shape" in text:
-                parameters.append(f"const int* {name}_shape")
-                arguments.append(f"shapes[{i}]")
-            if f"{name}_strides" in text:
-                parameters.append(f"const int64_t* {name}_strides")
-                arguments.append(f"strides[{i}]")
-        for i, (name, dtype) in enumerate(zip(self._outputs, output_dtypes, strict=True), start=len(inputs)):
-            parameters.append(f"{_HOST_TYPES[dtype]}* {name}")
-            arguments.append(f"({_HOST_TYPES[dtype]}*)buffers[{i}]")
-        constants = "".join(
-            f"using {name} = {_HOST_TYPES[value]};\n"
-            if isinstance(value, mx.Dtype)
-            else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};\n"
-            for name, value in template
-        )
-        header = texts.kernel_header(self._name, "host")
-        return f"{header}\nvoid kernel({', '.join(parameters)}) {{\n{constants}{text}\n}}\n" + _entry(
-            "kernel", arguments
-        )
+        function, arguments = _function(self._name, "host", inputs, template, output_dtypes)
+        return function + _entry("kernel", arguments)
+
+
+class CudaTextKernel:
+    """The text in CUDA's dialect, compiled by nvcc and not run: outputs are zeros."""
+
+    def __init__(self, name: str, shared_memory: int = 0) -> None:
+        self._name = name
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Template,
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        **_: Any,
+    ) -> list[mx.array]:
+        function, _arguments = _function(self._name, "cuda", inputs, template, output_dtypes)
+        text = Path(_LIBRARIES.name, "kernel.cu")
+        text.write_text(f"#include <cstdint>\n{function}")
+        command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-cubin", str(text), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, f"{self._name} {template}\n{done.stderr}"
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+
+def _function(
+    name: str, dialect: texts.Dialect, inputs: Any, template: Template, output_dtypes: Sequence[mx.Dtype]
+) -> tuple[str, list[str]]:
+    """The kernel as a function called `kernel`, and the arguments with which `run` calls it."""
+    _, input_names, output_names = texts.KERNELS[name]
+    text, types = texts.kernel_text(name, dialect), _TYPES[dialect]
+    parameters, arguments = [], []
+    for i, (word, array) in enumerate(zip(input_names, inputs, strict=True)):
+        kind = f"const {types[array.dtype]}*"
+        parameters.append(f"{kind} {word}")
+        arguments.append(f"({kind})buffers[{i}]")
+        if f"{word}_shape" in text:
+            parameters.append(f"const int* {word}_shape")
+            arguments.append(f"shapes[{i}]")
+        if f"{word}_strides" in text:
+            parameters.append(f"const int64_t* {word}_strides")
+            arguments.append(f"strides[{i}]")
+    for i, (word, dtype) in enumerate(zip(output_names, output_dtypes, strict=True), start=len(inputs)):
+        parameters.append(f"{types[dtype]}* {word}")
+        arguments.append(f"({types[dtype]}*)buffers[{i}]")
+    constants = "".join(
+        f"using {word} = {types[value]};\n"
+        if isinstance(value, mx.Dtype)
+        else f"constexpr {'bool' if isinstance(value, bool) else 'int'} {word} = {int(value)};\n"
+        for word, value in template
+    )
+    kind = "__global__ void" if dialect == "cuda" else "void"
+    header = texts.kernel_header(name, dialect)
+    return f"{header}\n{kind} kernel({', '.join(parameters)}) {{\n{constants}{text}\n}}\n", arguments
 
 
 class MetalTextKernel(_Executor):

@@ -34,9 +34,15 @@ class Case:
     soft_cap: float | None = None
     has_sinks: bool = False
     dtype: mx.Dtype = mx.bfloat16
+    growth: float = 0.0  # by how much each token's keys are larger than those of the one before
 
 
 CASES = (
+    # Several steps of four warps' instructions, in the middle of which rows begin and end.
+    Case(((0, 200), (64, 3), (127, 70)), num_heads=2),
+    # Later tokens outweigh all before, again and again: sums are scaled down.
+    Case(((40, 160),), num_heads=2, growth=0.2),
+    Case(((150, 9),), num_heads=2, window=70, key_head_dim=128, value_head_dim=64),
     Case(((0, 1), (0, 40))),
     Case(((0, 33), (17, 5), (48, 16)), num_heads=6, num_kv_heads=2),
     Case(((70, 3), (0, 15)), num_heads=3, num_kv_heads=3, block_size=32),
@@ -51,7 +57,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_row_attends_to_its_sequence_up_to_itself(matrix_dialect: str, case: Case) -> None:
+def test_each_row_attends_to_its_sequence_up_to_itself(products: str, case: Case) -> None:
     got, expected = run(case)
     assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < (1e-2 if case.dtype == mx.bfloat16 else 2e-3)
 
@@ -78,9 +84,10 @@ def run(case: Case, seed: int = 0) -> tuple[Array, Array]:
         chunks.append(PrefillChunk(first_row, n, start, table))
         first_seen = 0 if case.window is None else max(0, start - case.window + 1)
         for token, numbers in itertools.product(range(first_seen, start + n), stored):
-            numbers[table[token // case.block_size], :, token % case.block_size] = exact(
-                draw(case.num_kv_heads, numbers.shape[-1])
-            )
+            drawn = exact(draw(case.num_kv_heads, numbers.shape[-1]))
+            if numbers is stored[0]:
+                drawn = exact(mx.array(drawn * (1 + case.growth * token)).astype(case.dtype))
+            numbers[table[token // case.block_size], :, token % case.block_size] = drawn
         first_row, first_id = first_row + n, first_id + blocks
     pool.keys, pool.values = (
         mx.array(a.reshape(-1, a.shape[-1]).astype(np.float32)).astype(case.dtype) for a in stored
