@@ -40,7 +40,7 @@ bench-memory:  ## memory and KV blocks around 600 requests, into bench-results/m
 bench-kernels bench-metal:  ## on a GPU: the paged-attention kernels, right and how fast, into bench-results/kernels.json
 	$(UV_RUN) python -m loadtest.bench_kernels $(ARGS)
 
-bench-decode:  ## on a GPU: decode steps of the whole engine on random weights, into bench-results/decode.json
+bench-decode:  ## on a GPU: our ways to run a step, the same tokens and how fast, into bench-results/decode.json
 	$(UV_RUN) python -m loadtest.bench_decode $(ARGS)
 
 bench-kv-quality:  ## perplexity and greedy outputs with K/V in 8 bits, into bench-results/kv-quality.json

@@ -1,30 +1,36 @@
-"""Decode steps of the whole engine on random weights of well-known shapes, on a GPU.
+"""The ways our engine can run a step, against each other on a GPU: the same tokens, and how fast.
 
-For each shape, context and batch: that many prompts of random tokens are prefilled, and the time between the steps in
-which every one of them gets a token is taken. Scheduler, sampler and all are in it. The arms are ways to run the same
-step: `recorded` (CUDA graphs), `compiled`, `fused` (neither) and `gather` (K/V copied out of the pool); counters in
-the result say which paths ran. Prints a table and writes JSON.
+The arms are one engine each, with the same random weights: `recorded` (CUDA graphs), `compiled`, `fused` (neither),
+`gather` (K/V copied out of the pool) and `int8` (recorded, K/V in 8 bits); counters in the result say which paths ran.
+
+Tokens: greedy requests of mixed lengths that come and go, with chunks and preemptions, in each arm; where an arm's
+tokens part from gather's, the model itself is asked how far apart the two tokens' logits are. A gap that the type's
+rounding explains is a near tie, anything else is wrong; int8 has a rounding of its own and is only counted.
+
+Time: batches are prefilled once, and each round times steps in which every sequence gets a token, scheduler and
+sampler included; the arms take turns. Prints tables, writes JSON, and ends with 1 if tokens are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from loadtest import environment
 from loadtest.gpu import new_result
 from loadtest.options import int_list, positive_int
-from loadtest.shapes import SHAPES, llama_config
+from loadtest.random_llama import random_llama
+from loadtest.shapes import SHAPES, TINY, llama_config
+from loadtest.stepping import StepLoop, random_prompts
 from loadtest.tables import markdown_table, number
-from loadtest.worker_gpu_quire import random_model
+from loadtest.worker_gpu_quire import QuireStepper, random_model
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.types import Request, SamplingParams
@@ -35,49 +41,179 @@ ARMS: dict[str, dict[str, Any]] = {
     "compiled": {"attention_backend": "fused", "record_decode": False},
     "fused": {"attention_backend": "fused", "compile_decode": False},
     "gather": {"attention_backend": "gather"},
+    "int8": {"attention_backend": "fused", "kv_cache_dtype": "int8"},
 }
-_STEPS = 64
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+# How many units in the last place of the larger logit two near-tied logits may be apart: a layer's sums, in another
+# order, differ by some of them. float32's own products may be of shorter numbers (TF32).
+_ULPS = {"bfloat16": 8, "float16": 16, "float32": 1 << 14}
+_DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+_BLOCK_SIZE = 16
+_SKIP = 4  # steps at the start of a round
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_decode", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-1b", help="of the model (default: llama-1b)")
-    parser.add_argument("--contexts", type=int_list, default=[512], help="tokens in each prompt (default: 512)")
-    parser.add_argument("--batches", type=int_list, default=[1, 8, 32, 128, 256], help="sequences at once")
-    parser.add_argument("--arms", default="recorded,gather", help=f"of {', '.join(ARMS)} (default: recorded,gather)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the sampler (default: 0, greedy)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the sampler (default: 1, off)")
-    parser.add_argument("--rounds", type=positive_int, default=3, help="of each (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/decode.json"), help="where the JSON goes")
+    add = parser.add_argument
+    add("--shape", choices=[*SHAPES, "tiny"], default="llama-1b", help="of the model (default: llama-1b)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and K/V (default: bfloat16)")
+    add("--arms", default="recorded,fused,gather", help=f"of {', '.join(ARMS)} (default: recorded,fused,gather)")
+    add("--contexts", type=int_list, default=[512], help="tokens in each prompt (default: 512)")
+    add("--batches", type=int_list, default=[1, 8, 32, 128, 256], help="sequences at once (default: 1,8,32,128,256)")
+    add("--tokens-only", action="store_true", help="compare tokens, time nothing")
+    add("--steps", type=positive_int, default=64, help="in a round (default: 64)")
+    add("--rounds", type=positive_int, default=3, help="of each (default: 3)")
+    add("--requests", type=int, default=32, help="whose tokens are compared (default: 32; 0: none)")
+    add("--longest", type=positive_int, default=700, help="of their prompts, in tokens (default: 700)")
+    add("--output-tokens", type=positive_int, default=48, help="of each of them (default: 48)")
+    add("--seed", type=int, default=0, help="of weights and prompts")
+    add("--out", type=Path, default=Path("bench-results/decode.json"), help="where the JSON goes")
     args = parser.parse_args(argv)
     args.arms = args.arms.split(",")
     if unknown := set(args.arms) - set(ARMS):
-        parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown arms: {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+    if args.requests and "gather" not in args.arms:
+        parser.error("tokens are compared with those of gather: add it to --arms, or give --requests 0")
     return args
 
 
-def run(engine: Engine, batch: int, context: int, rng: np.random.Generator, sampling: SamplingParams) -> dict[str, Any]:
-    """One batch through the engine: milliseconds of a step in which all decode, and prefill tokens/s."""
-    for i in range(batch):
-        prompt = tuple(rng.integers(10, 100_000, context).tolist())
-        engine.add_request(Request(f"{time.monotonic_ns()}-{i}", prompt, sampling))
-    before = dict(engine.stats().dispatch)
-    start = time.perf_counter()
-    times = []
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        if sum(len(output.new_token_ids) for output in outputs) == batch:
-            times.append(time.perf_counter())
-    # The first steps still run beside the last prompts' chunks.
-    steady = times[4:-2]
-    after = engine.stats().dispatch
+def build_engine(arm: str, args: argparse.Namespace, **limits: int) -> Engine:
+    """An engine with the arm's settings, these limits and the seed's weights."""
+    mx.random.seed(args.seed)
+    options: dict[str, Any] = limits | ARMS[arm]
+    config = EngineConfig(
+        model=args.shape, block_size=_BLOCK_SIZE, prefix_cache="none", chunk_halving_context=None, **options
+    )
+    return build_engine_for(config, random_model(model_config(args), DTYPES[args.dtype]))
+
+
+def model_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The config.json of the shape."""
+    return llama_config(TINY if args.shape == "tiny" else SHAPES[args.shape])
+
+
+def answer(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[list[int]]:
+    """The greedy tokens of each prompt; two requests come each step."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    sampling = SamplingParams(output_tokens, 0.0, ignore_eos=True)
+    coming = list(enumerate(prompts))
+    while coming or engine.has_unfinished_requests():
+        for index, prompt in coming[:2]:
+            engine.add_request(Request(str(index), tuple(prompt), sampling))
+        del coming[:2]
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+            tokens[int(output.request_id)] += output.new_token_ids
+    return tokens
+
+
+def parted(model: Any, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Where two answers part, how far apart the model holds the two tokens, and how far near ties may be."""
+    place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    logits = model(mx.array([[*prompt, *ours[:place]]]))[0, -1].astype(mx.float32)
+    one, two, most = logits[ours[place]].item(), logits[theirs[place]].item(), mx.abs(logits).max().item()
     return {
-        "step_ms": (steady[-1] - steady[0]) / (len(steady) - 1) * 1e3,
-        "steps": len(steady) - 1,
-        "prefill_tokens_per_s": batch * context / (times[0] - start),
-        "dispatch": {name: count - before.get(name, 0) for name, count in after.items()},
+        "token": place,
+        "gap": abs(one - two),
+        "near_tie": _ULPS[dtype] * 2.0 ** -_DIGITS[dtype] * most,
+        # Neither may be far below what the model itself would say.
+        "below_best": logits.max().item() - min(one, two),
     }
+
+
+def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """For each arm but gather: how many requests have gather's tokens, and where the others part from them."""
+    source = random.Random(args.seed)
+    lengths = [source.randint(1, args.longest) for _ in range(args.requests)]
+    config = model_config(args)
+    prompts = random_prompts(args.seed, lengths, config["vocab_size"])
+    longest = args.longest + args.output_tokens
+    limits = {
+        # Room for four of the longest: some must wait, and some are preempted.
+        "num_blocks": 4 * (longest // _BLOCK_SIZE + 1),
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "max_model_len": longest,
+    }
+    answers, counters = {}, {}
+    for arm in args.arms:
+        engine = build_engine(arm, args, **limits)
+        answers[arm] = answer(engine, prompts, args.output_tokens)
+        stats = engine.stats()
+        counters[arm] = {**stats.dispatch, "preemptions": stats.num_preemptions}
+        del engine
+        mx.clear_cache()
+        print(f"{arm}: {counters[arm]}", flush=True)
+    mx.random.seed(args.seed)
+    model = random_llama(config, DTYPES[args.dtype])
+    found = {}
+    for arm in args.arms:
+        if arm == "gather":
+            continue
+        different = [
+            {"request": i, **parted(model, prompt, ours, theirs, args.dtype)}
+            for i, (prompt, ours, theirs) in enumerate(zip(prompts, answers["gather"], answers[arm], strict=True))
+            if ours != theirs
+        ]
+        wrong = [each for each in different if max(each["gap"], each["below_best"]) > each["near_tie"]]
+        found[arm] = {
+            "requests": len(prompts),
+            "same": len(prompts) - len(different),
+            "different": different,
+            "wrong": None if arm == "int8" else len(wrong),
+            "counters": counters[arm],
+        }
+    return found
+
+
+def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The arms' steps, by context and batch."""
+    config = model_config(args)
+    span = args.rounds * (args.steps + _SKIP + 2) + 8
+    longest = max(args.contexts) + span
+    limits = {
+        "num_blocks": max(args.batches) * (longest // _BLOCK_SIZE + 1) + 64,
+        "max_num_seqs": max(args.batches),
+        "max_num_batched_tokens": 8192,
+        "max_model_len": longest,
+    }
+    loops = {arm: StepLoop(QuireStepper(build_engine(arm, args, **limits)), config["vocab_size"]) for arm in args.arms}
+    cases = []
+    for context in args.contexts:
+        for batch in args.batches:
+            begun = {arm: loop.decode_begin(batch, context, span, args.seed) for arm, loop in loops.items()}
+            rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in loops}
+            for _ in range(args.rounds):
+                for arm, loop in loops.items():
+                    rounds[arm].append(begun[arm] | loop.decode_round(args.steps, _SKIP))
+            for arm, loop in loops.items():
+                loop.end()
+                step = statistics.median(each["step_ms"] for each in rounds[arm])
+                cases.append({"arm": arm, "context": context, "batch": batch, "step_ms": step, "rounds": rounds[arm]})
+                print(f"{arm}, {batch} x {context:,}: {step:.3f} ms", flush=True)
+    return cases
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """Both tables."""
+    tables = []
+    if result["tokens"]:
+        rows = [
+            [arm, f"{found['same']} of {found['requests']}", str(len(found["different"])),
+             "" if found["wrong"] is None else str(found["wrong"])]
+            for arm, found in result["tokens"].items()
+        ]  # fmt: skip
+        tables.append(markdown_table(["arm", "gather's tokens", "parted", "wrong"], rows))
+    if result["cases"]:
+        rows = [
+            [case["arm"], f"{case['context']:,}", str(case["batch"]), number(case["step_ms"], 3),
+             number(case["batch"] / case["step_ms"] * 1e3, 0)]
+            for case in result["cases"]
+        ]  # fmt: skip
+        tables.append(markdown_table(["arm", "context", "sequences", "ms a step", "tokens/s"], rows))
+    return "\n\n".join(tables)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,50 +222,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = new_result("decode")
     if result is None:
         return 2
-    sampling = SamplingParams(_STEPS + 8, args.temperature, top_p=args.top_p, ignore_eos=True)
-    result["command"] = {
-        "shape": args.shape,
-        "contexts": args.contexts,
-        "batches": args.batches,
-        "arms": args.arms,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-    }
-    cases, rows = [], []
-    largest, longest = max(args.batches), max(args.contexts)
-    for arm in args.arms:
-        config = EngineConfig(
-            model=args.shape,
-            num_blocks=largest * (longest + 128) // 16 + 64,
-            max_num_seqs=largest,
-            max_num_batched_tokens=8192,
-            max_model_len=longest + 128,
-            prefix_cache="none",
-            chunk_halving_context=None,
-            **ARMS[arm],
-        )
-        start = time.monotonic()
-        engine = build_engine_for(config, random_model(llama_config(SHAPES[args.shape])))
-        built = time.monotonic() - start
-        print(f"{arm}: built in {built:.1f} s, {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
-        rng = np.random.default_rng(0)
-        for context in args.contexts:
-            for batch in args.batches:
-                run(engine, batch, context, rng, sampling)
-                rounds = [run(engine, batch, context, rng, sampling) for _ in range(args.rounds)]
-                step = statistics.median(r["step_ms"] for r in rounds)
-                prefill = statistics.median(r["prefill_tokens_per_s"] for r in rounds)
-                cases.append({"arm": arm, "context": context, "batch": batch, "step_ms": step, "rounds": rounds})
-                rows.append([arm, f"{context:,}", str(batch), number(step, 3), number(batch / step * 1e3, 0),
-                             number(prefill, 0)])  # fmt: skip
-                print(" ".join(rows[-1]), flush=True)
-        del engine
-        mx.clear_cache()
-    print(f"\n{environment.headline(result['environment'])}\n{args.shape}, bfloat16, {result['device']}\n")
-    print(markdown_table(["arm", "context", "sequences", "ms a step", "tokens/s", "prefill tokens/s"], rows))
-    environment.write_json(args.out, result | {"shape": args.shape, "cases": cases})
-    print(f"\nWritten: {args.out}")
-    return 0
+    result["command"] = {name: value for name, value in vars(args).items() if name != "out"}
+    result |= {"shape": args.shape, "dtype": args.dtype, "tokens": {}, "cases": []}
+    if args.requests:
+        result["tokens"] = compare_tokens(args)
+        environment.write_json(args.out, result)
+    if not args.tokens_only:
+        result["cases"] = time_steps(args)
+    environment.write_json(args.out, result)
+    device = result["device"].get("device_name", "")
+    print(f"\n{environment.headline(result['environment'])}\n{args.shape}, {args.dtype}, {device}\n")
+    print(f"{render(result)}\n\nWritten: {args.out}")
+    return 1 if any(found["wrong"] for found in result["tokens"].values()) else 0
 
 
 if __name__ == "__main__":

@@ -147,7 +147,6 @@ def seconds_of_chain(chain: Callable[[mx.array], mx.array], first: mx.array, rou
         compiled = mx.compile(chain)
         return seconds(lambda: compiled(first), rounds)
     graphs = load_graphs()
-    mx.eval(chain(first))
     recording = graphs.record(lambda: chain(first))
     done = mx.zeros((8,), mx.uint32)
     mx.eval(done)

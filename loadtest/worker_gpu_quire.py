@@ -53,9 +53,8 @@ class QuireStepper:
         return {**stats.dispatch, "preemptions": stats.num_preemptions}
 
 
-def random_model(model: dict[str, Any]) -> LoadedModel:
+def random_model(model: dict[str, Any], dtype: mx.Dtype) -> LoadedModel:
     """A Llama of a config.json with random weights, as the loader would hand it over."""
-    dtype = device_dtype()
     built = random_llama(model, dtype)
     return LoadedModel(
         model=built,
@@ -76,7 +75,7 @@ def main() -> None:
 
     def build(model: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineConfig(model="random", **engine)
-        built = build_engine_for(config, random_model(model))
+        built = build_engine_for(config, random_model(model, device_dtype()))
         handlers.update(StepLoop(QuireStepper(built), model["vocab_size"]).handlers())
         info = built.info
         return {

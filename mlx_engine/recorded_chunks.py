@@ -230,9 +230,7 @@ class RecordedChunks:
         numbers = mx.array(np.concatenate(list(shape.padding().values()))[None])
         tables = mx.zeros((shape.num_decodes, shape.width), mx.int32)
         sampling = mx.zeros((shape.num_samples, NUM_OPTIONS + 1), mx.int32)
-        # Once as it is, so that all kernels are compiled before any of them is recorded.
         mx.eval(numbers, tables, sampling)
-        mx.eval(self._step(shape, numbers, tables, sampling))
         try:
             graph = self._graphs.record(lambda: self._step(shape, numbers, tables, sampling))
         finally:

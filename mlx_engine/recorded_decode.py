@@ -51,8 +51,7 @@ class RecordedDecode:
                 yield 1.0
                 return
             indices = mx.zeros((num_rows, width + CompiledDecode.NUM_COLUMNS), mx.int32)
-            # Once as it is, so that all kernels are compiled before any of them is recorded.
-            mx.eval(indices, self._step(indices))
+            mx.eval(indices)
             recording = self._graphs.record(lambda indices=indices: self._step(indices))  # type: ignore[misc]
             self._recordings[num_rows, width] = recording, indices
             self._compiled.forget()

@@ -27,11 +27,13 @@ class Graphs:
         self._module: Any = module
 
     def record(self, build: Callable[[], mx.array]) -> Any:
-        """Evaluates the lazy array that build() gives and returns the recording, with a method launch().
+        """Evaluates the lazy array that build() gives, twice, and returns the recording, with a method launch().
 
         All memory that its kernels use is held as long as the recording lives. Inputs must be evaluated arrays that are
         held too. RuntimeError where CUDA refuses.
         """
+        # Once as it is, so that all kernels are compiled before any of them is recorded.
+        mx.eval(build())
         return self._module.record(build)
 
     def write_rows(self, target: mx.array, rows: bytes, num_rows: int, num_columns: int) -> None:
