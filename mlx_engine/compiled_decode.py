@@ -130,6 +130,11 @@ class CompiledDecode:
         """Lets go of what tracing left behind: arrays of the trace, which no step must follow."""
         self._backend.lead(None)
 
+    @property
+    def checks_drafts(self) -> bool:
+        """Whether steps with drafts are compiled too."""
+        return self._checked is not None
+
     def warm_up(self, only_drafts: bool = False) -> Iterator[float]:
         """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
         functions = [self._checked] if only_drafts else [self.step, self._checked]

@@ -127,28 +127,32 @@ class MLXModelRunner:
     def warm_up(self) -> Iterator[float]:
         """Compiles what can be compiled; yields the share that is done."""
         if self._recorded is not None:
-            parts = 1 if self._recorded_chunks is None else 2
-            try:
-                for done in self._recorded.warm_up():
-                    yield done / parts
-                if self._compiled is not None:
-                    yield from self._compiled.warm_up(only_drafts=True)
-            except RuntimeError as error:
-                logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
-                self._recorded = self._recorded_chunks = None
-        if self._recorded_chunks is not None:
-            try:
-                for done in self._recorded_chunks.warm_up():
-                    yield (1 + done) / 2
-            except RuntimeError as error:
-                logger.warning("steps with prefill chunks are not recorded, slower for short prompts: %s", error)
-                self._recorded_chunks = None
-        if self._recorded is not None:
-            return
-        if self._compiled is not None:
+            yield from self._record(self._recorded)
+        if self._recorded is None and self._compiled is not None:
             # What a refused recording has left.
             self._compiled.forget()
             yield from self._compiled.warm_up()
+
+    def _record(self, recorded: RecordedDecode) -> Iterator[float]:
+        """Records steps, and compiles those with drafts; what CUDA refuses is given up."""
+        checks_drafts = self._compiled is not None and self._compiled.checks_drafts
+        parts = 1 + checks_drafts + (self._recorded_chunks is not None)
+        try:
+            for done in recorded.warm_up():
+                yield done / parts
+            if self._compiled is not None and checks_drafts:
+                for done in self._compiled.warm_up(only_drafts=True):
+                    yield (1 + done) / parts
+        except RuntimeError as error:
+            logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
+            self._recorded = self._recorded_chunks = None
+        if self._recorded_chunks is not None:
+            try:
+                for done in self._recorded_chunks.warm_up():
+                    yield (parts - 1 + done) / parts
+            except RuntimeError as error:
+                logger.warning("steps with prefill chunks are not recorded, slower for short prompts: %s", error)
+                self._recorded_chunks = None
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """See ModelRunner."""
