@@ -25,7 +25,7 @@ from loadtest import environment
 from loadtest.gpu import new_result
 from loadtest.options import positive_int
 from loadtest.tables import markdown_table, number
-from mlx_engine.attention.kernels import PagedKernels, reference
+from mlx_engine.attention.kernels import PagedKernels, reference, texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool, row_bytes
 from mlx_engine.input_batch import PrefillChunk
@@ -118,16 +118,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(dtype: mx.Dtype) -> list[dict[str, Any]]:
+def check() -> list[dict[str, Any]]:
     """Each case of the tests, with what it should have been within."""
-    results = []
-    for case in reference.cases(dtype):
-        inputs = reference.make_inputs(case)
-        out = reference.run(case, inputs)[0]
-        error = reference.relative_error(out, reference.decode(case, inputs))
-        tolerance = reference.TOLERANCE[dtype]
-        results.append({"case": str(case), "error": error, "tolerance": tolerance, "right": bool(error < tolerance)})
-    return results
+    found: list[tuple[Any, float]] = []
+    for dtype in reference.TOLERANCE:
+        for case in [*reference.cases(dtype), *reference.long_cases(dtype)]:
+            inputs = reference.make_inputs(case)
+            out = reference.run(case, inputs)[0]
+            found.append((case, reference.relative_error(out, reference.decode(case, inputs))))
+    if texts.has_matrix_instructions():
+        found += [(case, reference.relative_error(*reference.run_chunks(case))) for case in reference.CHUNK_CASES]
+    return [
+        {"case": str(case), "error": error, "tolerance": tolerance, "right": bool(error < tolerance)}
+        for case, error in found
+        for tolerance in [reference.TOLERANCE[case.dtype]]
+    ]
 
 
 def seconds(run: Callable[[], mx.array], rounds: int) -> list[float]:
@@ -271,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = new_result("kernels")
     if result is None:
         return 2
-    checks = [entry for dtype in reference.TOLERANCE for entry in check(dtype)]
+    checks = check()
     wrong = [entry for entry in checks if not entry["right"]]
     print(f"{len(checks) - len(wrong)} of {len(checks)} cases are right")
     for entry in wrong:

@@ -1,7 +1,8 @@
-"""What the kernels must give: decode attention over a paged pool in float64, straight from its definition."""
+"""What the kernels must give: attention over a paged pool in float64, straight from its definition."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_engine.attention.kernels.paged import PagedKernels
+from mlx_engine.attention.kernels.paged import ChunkPlan, PagedKernels
 from mlx_engine.attention.pool import LayerPool
+from mlx_engine.input_batch import PrefillChunk
+from mlx_engine.types import LayerKVSpec, cdiv
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +34,7 @@ class DecodeCase:
     soft_cap: float | None = None
     has_sinks: bool = False
     splits: int = 1
+    min_span: int = 1
     quantized: bool = False
     seed: int = 0
 
@@ -60,8 +64,7 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
     rng = np.random.default_rng(case.seed)
 
     def draw(*shape: int) -> Array:
-        exact = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(case.dtype)
-        return np.array(exact.astype(mx.float32)).astype(np.float64)
+        return _exact(_array(rng.standard_normal(shape), case.dtype))
 
     seq_lens = rng.integers(1, case.max_len + 1, case.num_rows)
     seq_lens[0] = case.max_len
@@ -146,16 +149,24 @@ def decode(case: DecodeCase, inputs: DecodeInputs) -> Array:
         values = np.concatenate(list(value_pool[pages]), axis=1)[:, :length]
         first = max(0, length - case.window) if case.window else 0
         for head in range(case.num_heads):
-            scores = keys[head // group, first:] @ inputs.queries[row, head] * case.scale
-            if case.soft_cap is not None:
-                scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-            top = scores.max()
-            weights = np.exp(scores - top)
-            total = weights.sum()
-            if inputs.sinks is not None:
-                total += np.exp(inputs.sinks[head] - top)
-            out[row, head] = weights @ values[head // group, first:] / total
+            seen = keys[head // group, first:], values[head // group, first:]
+            sink = None if inputs.sinks is None else inputs.sinks[head]
+            out[row, head] = _attention(inputs.queries[row, head], *seen, case.scale, case.soft_cap, sink)
     return out
+
+
+def _attention(
+    query: Array, keys: Array, values: Array, scale: float, soft_cap: float | None, sink: float | None
+) -> Array:
+    """Of one query [d] over keys [n, d] and values [n, v]: [v]."""
+    scores = keys @ query * scale
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    top = scores.max()
+    weights = np.exp(scores - top)
+    total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))
+    weighted: Array = weights @ values / total
+    return weighted
 
 
 def make_pool(case: DecodeCase, inputs: DecodeInputs) -> LayerPool:
@@ -173,16 +184,20 @@ def make_pool(case: DecodeCase, inputs: DecodeInputs) -> LayerPool:
     return LayerPool((num_blocks, num_kv_heads, block_size), case.dtype, *arrays, *scales)
 
 
+def _array(numbers: Array, dtype: mx.Dtype) -> mx.array:
+    return mx.array(numbers.astype(np.float32)).astype(dtype)
+
+
+def _exact(array: mx.array) -> Array:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
 def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
     """The kernels' own answer, and the pool afterwards."""
-
-    def exact(array: Array) -> mx.array:
-        return mx.array(array.astype(np.float32)).astype(case.dtype)
-
     # As slices of fused projections, and with the heads' elements apart.
-    queries = exact(inputs.queries)
+    queries = _array(inputs.queries, case.dtype)
     queries = mx.concatenate([queries, queries], axis=1)[:, : case.num_heads]
-    new_keys = mx.contiguous(exact(inputs.new_keys).swapaxes(1, 2)).swapaxes(1, 2)
+    new_keys = mx.contiguous(_array(inputs.new_keys, case.dtype).swapaxes(1, 2)).swapaxes(1, 2)
     pool = make_pool(case, inputs)
     mx.eval(queries, new_keys)
     kernels = PagedKernels(
@@ -191,7 +206,7 @@ def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
     out = kernels.decode(
         queries,
         new_keys,
-        exact(inputs.new_values),
+        _array(inputs.new_values, case.dtype),
         pool,
         mx.array(inputs.block_tables.astype(np.int32)),
         mx.array(inputs.seq_lens.astype(np.int32)),
@@ -199,7 +214,8 @@ def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
         splits=case.splits,
         window=case.window,
         soft_cap=case.soft_cap,
-        sinks=None if inputs.sinks is None else exact(inputs.sinks),
+        sinks=None if inputs.sinks is None else _array(inputs.sinks, case.dtype),
+        min_span=case.min_span,
     )
     mx.eval(out)
     return out, pool
@@ -207,7 +223,7 @@ def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
 
 def relative_error(got: mx.array, expected: Array) -> float:
     """Of the L2 norm; NaN where got has one."""
-    difference = np.array(got.astype(mx.float32)).astype(np.float64) - expected
+    difference = _exact(got) - expected
     return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
 
@@ -238,3 +254,107 @@ def cases(dtype: mx.Dtype) -> list[DecodeCase]:
         DecodeCase(2, 4, 2, 128, 64, 8, 90, dtype, soft_cap=20.0, splits=8),
         DecodeCase(1, 2, 2, 64, 128, 256, 20, dtype),
     ]
+
+
+def long_cases(dtype: mx.Dtype) -> list[DecodeCase]:
+    """Contexts of up to 32,768 tokens in many parts: for GPUs."""
+    heads = [DecodeCase(3, 4, 1, dim, dim, 16 if dim < 100 else 32, 32768, dtype) for dim in (64, 80, 96, 128, 256)]
+    return [*(replace(case, splits=32) for case in heads), replace(heads[0], splits=8, window=5000), heads[0]]
+
+
+@dataclass(frozen=True)
+class ChunkCase:
+    """Chunks as (position of the first token, tokens). Slots that no row sees hold NaN."""
+
+    chunks: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    key_head_dim: int = 64
+    value_head_dim: int = 64
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    dtype: mx.Dtype = mx.bfloat16
+    growth: float = 0.0  # by how much each token's keys are larger than those of the one before
+
+    @property
+    def scale(self) -> float:
+        return float(self.key_head_dim**-0.5)
+
+    def first_seen(self, position: int) -> int:
+        """The first token that one at this position sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+CHUNK_CASES = (
+    # Several steps of four warps' instructions, in the middle of which rows begin and end.
+    ChunkCase(((0, 200), (64, 3), (127, 70)), num_heads=2),
+    # Later tokens outweigh all before, again and again: sums are scaled down.
+    ChunkCase(((40, 160),), num_heads=2, growth=0.2),
+    ChunkCase(((150, 9),), num_heads=2, window=70, key_head_dim=128, value_head_dim=64),
+    ChunkCase(((0, 1), (0, 40))),
+    ChunkCase(((0, 33), (17, 5), (48, 16)), num_heads=6, num_kv_heads=2),
+    ChunkCase(((70, 3), (0, 15)), num_heads=3, num_kv_heads=3, block_size=32),
+    ChunkCase(((5, 20),), num_heads=7, dtype=mx.float16),
+    ChunkCase(((0, 50), (90, 9)), window=24, num_heads=2),
+    ChunkCase(((3, 30),), soft_cap=2.0, num_heads=2),
+    ChunkCase(((0, 21), (40, 2)), has_sinks=True, window=16),
+    ChunkCase(((9, 18),), num_heads=2, key_head_dim=128, value_head_dim=128),
+    ChunkCase(((0, 18),), num_heads=2, key_head_dim=80, value_head_dim=80, dtype=mx.float16),
+    ChunkCase(((30, 18),), num_heads=2, key_head_dim=96, value_head_dim=48),
+)
+
+
+def run_chunks(case: ChunkCase, seed: int = 0) -> tuple[mx.array, Array]:
+    """What the prefill kernel gives for random chunks, and what it must give, in float64."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> mx.array:
+        return _array(rng.standard_normal(shape), case.dtype)
+
+    needed = [cdiv(start + n, case.block_size) for start, n in case.chunks]
+    ids = (rng.permutation(sum(needed)) + 1).astype(np.int32)
+    shape = (len(ids) + 2, case.num_kv_heads, case.block_size)
+    keys, values = (np.full((*shape, dim), np.nan) for dim in (case.key_head_dim, case.value_head_dim))
+    chunks, first_row, first_id = [], 3, 0
+    for (start, n), blocks in zip(case.chunks, needed, strict=True):
+        table = ids[first_id : first_id + blocks]
+        chunks.append(PrefillChunk(first_row, n, start, table))
+        for token in range(case.first_seen(start), start + n):
+            block, offset = table[token // case.block_size], token % case.block_size
+            drawn = _exact(draw(case.num_kv_heads, case.key_head_dim)) * (1 + case.growth * token)
+            keys[block, :, offset] = _exact(_array(drawn, case.dtype))
+            values[block, :, offset] = _exact(draw(case.num_kv_heads, case.value_head_dim))
+        first_row, first_id = first_row + n, first_id + blocks
+    spec = LayerKVSpec(case.num_kv_heads, case.key_head_dim, case.value_head_dim)
+    pool = LayerPool.zeros(spec, shape[0], case.block_size, case.dtype, case.dtype)
+    pool.keys, pool.values = (_array(a.reshape(-1, a.shape[-1]), case.dtype) for a in (keys, values))
+    # As fused projections give them: heads side by side, with others after them.
+    queries = draw(first_row - 3, case.num_heads + 1, case.key_head_dim)[:, : case.num_heads]
+    sinks = draw(case.num_heads) if case.has_sinks else None
+    kernels = PagedKernels(
+        case.num_heads, case.num_kv_heads, case.key_head_dim, case.value_head_dim, case.block_size, case.dtype
+    )
+    out = kernels.prefill(
+        queries,
+        pool,
+        ChunkPlan.of(chunks, 3, kernels.tile_shape),
+        mx.zeros((8,), mx.int32),
+        scale=case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=sinks,
+    )
+    expected = np.zeros(out.shape)
+    group = case.num_heads // case.num_kv_heads
+    for chunk in chunks:
+        for i, head in itertools.product(range(chunk.num_tokens), range(case.num_heads)):
+            tokens = np.arange(case.first_seen(chunk.start + i), chunk.start + i + 1)
+            place = chunk.block_table[tokens // case.block_size], head // group, tokens % case.block_size
+            row = chunk.first_row - 3 + i
+            sink = None if sinks is None else _exact(sinks)[head]
+            expected[row, head] = _attention(
+                _exact(queries[row, head]), keys[place], values[place], case.scale, case.soft_cap, sink
+            )
+    return out, expected
