@@ -18,6 +18,10 @@ class ModelLoadError(QuireError):
     """A model that can't be loaded, or that can't run on a paged KV cache."""
 
 
+class KernelError(QuireError):
+    """A GPU kernel that this machine's GPU or its compiler can't run, or not rightly."""
+
+
 class PluginError(QuireError):
     """A plugin that is missing, broken, or written for another interface version."""
 

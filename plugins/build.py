@@ -16,7 +16,7 @@ from mlx_engine.config import EngineConfig
 from mlx_engine.cpu import adapt_for_cpu, keep_freed_memory, use_huge_pages
 from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
-from mlx_engine.errors import ConfigError
+from mlx_engine.errors import ConfigError, KernelError
 from mlx_engine.gpu import adapt_for_gpu
 from mlx_engine.memory import available_memory_bytes, plan_kv_blocks
 from mlx_engine.model_runner import MLXModelRunner
@@ -115,9 +115,10 @@ def _assemble(
     activation_bytes = 0
     if config.num_blocks is None:
         activation_bytes = model.activation_bytes(min(config.max_num_batched_tokens, max_model_len))
+    kv_dtype = mx.int8 if config.kv_cache_dtype == "int8" else loaded.dtype
+    backend_name, backend = _checked_backend(config, backend, model, loaded.dtype, kv_dtype)
     report("check", 1.0)
     report("allocate", 0.0)
-    kv_dtype = mx.int8 if config.kv_cache_dtype == "int8" else loaded.dtype
     plan = plan_kv_blocks(
         config,
         model.layers,
@@ -190,13 +191,33 @@ def _assemble(
             "scheduler": config.scheduler,
             "kv_manager": config.kv_manager,
             "prefix_cache": config.prefix_cache,
-            "attention_backend": _attention_backend(config),
+            "attention_backend": backend_name,
             "drafter": config.drafter,
         },
         linear_backend=("blas" if native is None else "native") if on_cpu else "mlx",
     )
     logger.info("engine ready: %s", info)
     return Engine(scheduler, runner, info, overlap=config.overlap)
+
+
+def _checked_backend(
+    config: EngineConfig, backend: Any, model: PagedModel, dtype: mx.Dtype, kv_dtype: mx.Dtype
+) -> tuple[str, Any]:
+    """The backend and its name; `gather` where it was chosen here and its kernels turn out wrong on this GPU."""
+    name = _attention_backend(config)
+    check = getattr(backend, "check", None)
+    if check is None:
+        return name, backend
+    try:
+        check(model.num_heads, model.layers, config.block_size, dtype, kv_dtype)
+    except KernelError as error:
+        if config.attention_backend != "auto":
+            raise ConfigError(
+                f"engine.attention_backend is {name}: {error}. Set it to gather, or to auto, to run without the kernels"
+            ) from error
+        logger.warning("attention runs on MLX's own operations, much slower: %s. Please report it", error)
+        return "gather", create(ATTENTION_BACKENDS, "gather", kwargs={}, options={})
+    return name, backend
 
 
 def _native_library(config: EngineConfig, report: Progress) -> NativeLibrary | None:

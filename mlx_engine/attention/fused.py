@@ -27,6 +27,7 @@ from mlx_engine.attention.dispatch import PagedView
 from mlx_engine.attention.gather import GatherBackend, GatherStep, GatherView, LayerView
 from mlx_engine.attention.kernels import PagedKernels
 from mlx_engine.attention.kernels.paged import MIN_TOKENS, ChunkPlan
+from mlx_engine.attention.kernels.self_check import check_kernels
 from mlx_engine.errors import ConfigError
 from mlx_engine.input_batch import InputBatch
 from mlx_engine.types import LayerKVSpec
@@ -65,6 +66,24 @@ class FusedBackend(GatherBackend):
         super().initialize(layers, num_blocks, block_size, dtype, kv_dtype)
         self._dtype = dtype
         self._supported = [PagedKernels.supports(s.key_head_dim, s.value_head_dim, dtype, kv_dtype) for s in layers]
+
+    def check(
+        self,
+        num_heads: Sequence[int],
+        layers: Sequence[LayerKVSpec],
+        block_size: int,
+        dtype: mx.Dtype,
+        kv_dtype: mx.Dtype,
+    ) -> None:
+        """Raises KernelError if a kernel is wrong on this GPU: for layers of these shapes, with so many query heads.
+
+        Without a GPU there is nothing to check: `initialize` will say so.
+        """
+        if not kernels_run_here():
+            return
+        for heads, spec in dict.fromkeys(zip(num_heads, layers, strict=True)):
+            if PagedKernels.supports(spec.key_head_dim, spec.value_head_dim, dtype, kv_dtype):
+                check_kernels(heads, spec, block_size, dtype, kv_dtype)
 
     def begin_step(self, batch: InputBatch) -> list[PagedView]:
         """See AttentionBackend."""

@@ -1,0 +1,61 @@
+"""Whether the kernels are right on the GPU at hand, asked before any request depends on it.
+
+They were written for GPUs that nobody has tried them on, too. What is compiled here is what the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_engine.attention.kernels import reference
+from mlx_engine.attention.kernels.paged import MIN_TOKENS, PagedKernels
+from mlx_engine.attention.pool import LayerPool
+from mlx_engine.errors import KernelError
+from mlx_engine.types import LayerKVSpec
+
+# Tokens of rows in one part, and of rows that need two.
+_SHORT = 70
+_LONG = 2 * MIN_TOKENS + 20
+_CHUNKS = ((0, 150), (83, 21))
+# Of what the tests allow.
+_SLACK = 2.0
+
+
+def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.Dtype, kv_dtype: mx.Dtype) -> None:
+    """Attention of a layer with so many query heads, on random numbers, against float64.
+
+    Raises KernelError, which names the kernel, where one can't be compiled or is wrong.
+    """
+    heads = (num_heads, spec.num_kv_heads, spec.key_head_dim, spec.value_head_dim)
+    for name, max_len, splits in (("decode attention", _SHORT, 1), ("decode attention in parts", _LONG, 2)):
+        case = reference.DecodeCase(
+            3, *heads, block_size, max_len, dtype, splits=splits, min_span=MIN_TOKENS, quantized=kv_dtype == mx.int8
+        )
+        _check(name, dtype, partial(_decode_error, case))
+    kernels = PagedKernels(*heads, block_size, dtype)
+    if kernels.uses_matrix(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
+        chunks = reference.ChunkCase(_CHUNKS, *heads, block_size, dtype=dtype)
+        _check("attention of prefill chunks", dtype, partial(_chunks_error, chunks))
+
+
+def _decode_error(case: reference.DecodeCase) -> float:
+    inputs = reference.make_inputs(case)
+    return reference.relative_error(reference.run(case, inputs)[0], reference.decode(case, inputs))
+
+
+def _chunks_error(case: reference.ChunkCase) -> float:
+    return reference.relative_error(*reference.run_chunks(case))
+
+
+def _check(name: str, dtype: mx.Dtype, measure: Callable[[], float]) -> None:
+    try:
+        error = measure()
+    except RuntimeError as failure:
+        # MLX's, with all that the compiler said.
+        raise KernelError(f"{name} can't run on this GPU: {failure}") from failure
+    allowed = _SLACK * reference.TOLERANCE[dtype]
+    if not error < allowed:
+        raise KernelError(f"{name} is wrong on this GPU: a relative error of {error:.2g}, and {allowed:.2g} at most")
