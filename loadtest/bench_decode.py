@@ -8,7 +8,8 @@ tokens part from gather's, the model itself is asked how far apart the two token
 rounding explains is a near tie, anything else is wrong; int8 has a rounding of its own and is only counted.
 
 Time: batches are prefilled once, and each round times steps in which every sequence gets a token, scheduler and
-sampler included; the arms take turns. Prints tables, writes JSON, and ends with 1 if tokens are wrong.
+sampler included; the arms take turns. --profile adds which kernels the first arm's step of the first case keeps the
+GPU busy with, and for how long it waits. Prints tables, writes JSON, and ends with 1 if tokens are wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import mlx.core as mx
 
 from loadtest import environment
 from loadtest.gpu import new_result
+from loadtest.gpu_profile import can_profile, profile_steps
 from loadtest.options import int_list, positive_int
 from loadtest.random_llama import random_llama
 from loadtest.shapes import SHAPES, TINY, llama_config
@@ -64,6 +67,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens-only", action="store_true", help="compare tokens, time nothing")
     add("--steps", type=positive_int, default=64, help="in a round (default: 64)")
     add("--rounds", type=positive_int, default=3, help="of each (default: 3)")
+    add("--profile", action="store_true", help="the kernels of a step; needs PyTorch with CUDA, whose profiler it is")
     add("--requests", type=int, default=32, help="whose tokens are compared (default: 32; 0: none)")
     add("--longest", type=positive_int, default=700, help="of their prompts, in tokens (default: 700)")
     add("--output-tokens", type=positive_int, default=48, help="of each of them (default: 48)")
@@ -75,6 +79,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown arms: {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if args.requests and "gather" not in args.arms:
         parser.error("tokens are compared with those of gather: add it to --arms, or give --requests 0")
+    if args.profile and not can_profile():
+        parser.error("--profile uses PyTorch's profiler, and PyTorch is not installed here: leave the option out")
     return args
 
 
@@ -168,10 +174,10 @@ def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The arms' steps, by context and batch."""
+def time_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The arms' steps, by context and batch, and the profile if one is wanted."""
     config = model_config(args)
-    span = args.rounds * (args.steps + _SKIP + 2) + 8
+    span = (args.rounds + args.profile) * (args.steps + _SKIP + 2) + 8
     longest = max(args.contexts) + span
     limits = {
         "num_blocks": max(args.batches) * (longest // _BLOCK_SIZE + 1) + 64,
@@ -180,7 +186,8 @@ def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         "max_model_len": longest,
     }
     loops = {arm: StepLoop(QuireStepper(build_engine(arm, args, **limits)), config["vocab_size"]) for arm in args.arms}
-    cases = []
+    cases: list[dict[str, Any]] = []
+    profile = None
     for context in args.contexts:
         for batch in args.batches:
             begun = {arm: loop.decode_begin(batch, context, span, args.seed) for arm, loop in loops.items()}
@@ -188,16 +195,22 @@ def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in range(args.rounds):
                 for arm, loop in loops.items():
                     rounds[arm].append(begun[arm] | loop.decode_round(args.steps, _SKIP))
+            if args.profile and profile is None:
+                arm, loop = next(iter(loops.items()))
+                profile = {"arm": arm, "context": context, "batch": batch} | profile_steps(
+                    partial(loop.decode_round, args.steps, 0), args.steps + 1
+                )
+                profile["step_ms"] = statistics.median(each["step_ms"] for each in rounds[arm])
             for arm, loop in loops.items():
                 loop.end()
                 step = statistics.median(each["step_ms"] for each in rounds[arm])
                 cases.append({"arm": arm, "context": context, "batch": batch, "step_ms": step, "rounds": rounds[arm]})
                 print(f"{arm}, {batch} x {context:,}: {step:.3f} ms", flush=True)
-    return cases
+    return cases, profile
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """Both tables."""
+    """The tables."""
     tables = []
     if result["tokens"]:
         rows = [
@@ -213,6 +226,14 @@ def render(result: Mapping[str, Any]) -> str:
             for case in result["cases"]
         ]  # fmt: skip
         tables.append(markdown_table(["arm", "context", "sequences", "ms a step", "tokens/s"], rows))
+    if profile := result.get("profile"):
+        rest = profile["step_ms"] - profile["busy_ms"]
+        rows = [[each["name"], number(each["calls"], 1), number(each["us"], 1)] for each in profile["kernels"]]
+        rows.append(["the GPU waits", "", number(1e3 * rest, 1)])
+        tables.append(
+            f"{profile['arm']}, {profile['batch']} x {profile['context']:,}: {profile['step_ms']:.3f} ms a step\n\n"
+            f"{markdown_table(['kernel', 'calls a step', 'us a step'], rows)}"
+        )
     return "\n\n".join(tables)
 
 
@@ -228,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["tokens"] = compare_tokens(args)
         environment.write_json(args.out, result)
     if not args.tokens_only:
-        result["cases"] = time_steps(args)
+        result["cases"], result["profile"] = time_steps(args)
     environment.write_json(args.out, result)
     device = result["device"].get("device_name", "")
     print(f"\n{environment.headline(result['environment'])}\n{args.shape}, {args.dtype}, {device}\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest import bench_decode
+from loadtest.gpu_profile import summed
 from loadtest.report.load import read
 
 SMALL = ["--shape", "tiny", "--dtype", "float32", "--arms", "fused,gather", "--contexts", "20", "--batches", "1,3",
@@ -66,7 +68,34 @@ def test_other_tokens_are_near_ties_or_wrong(tmp_path: Path, monkeypatch: pytest
     assert result["cases"] == []
 
 
+def test_the_profile_is_of_one_step_of_the_first_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def profiled(run: Callable[[], None], steps: int) -> dict[str, Any]:
+        run()
+        kernel = "void mlx::core::cu::quire_gemv_0123456789abcdef(float*)"
+        return summed([(kernel, 30.0), ("void other", 10.0)] * steps * 2, steps)
+
+    monkeypatch.setattr(bench_decode, "profile_steps", profiled)
+    monkeypatch.setattr(bench_decode, "can_profile", lambda: True)
+    status, result = run(tmp_path, "--profile", "--requests", "0")
+    assert (status, result["tokens"]) == (0, {})
+    profile = result["profile"]
+    assert (profile["arm"], profile["batch"], profile["busy_ms"]) == ("fused", 1, pytest.approx(0.08))
+    assert profile["kernels"] == [
+        {"name": "quire_gemv(float*)", "calls": 2.0, "us": 60.0}, {"name": "other", "calls": 2.0, "us": 20.0},
+    ]  # fmt: skip
+    assert "the GPU waits" in capsys.readouterr().out
+
+
 def test_what_is_compared_with_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_decode.parse_args(["--arms", "fused"])
     assert "add it to --arms" in capsys.readouterr().err
+
+
+def test_no_profile_without_a_profiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_decode, "can_profile", lambda: False)
+    with pytest.raises(SystemExit):
+        bench_decode.parse_args([*SMALL, "--profile"])
+    assert "PyTorch is not installed" in capsys.readouterr().err
