@@ -130,16 +130,16 @@ class CompiledDecode:
         """Lets go of what tracing left behind: arrays of the trace, which no step must follow."""
         self._backend.lead(None)
 
-    @property
-    def checks_drafts(self) -> bool:
-        """Whether steps with drafts are compiled too."""
-        return self._checked is not None
+    def warm_up(self, rows: Sequence[int] | None = None) -> Iterator[float]:
+        """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done.
 
-    def warm_up(self, only_drafts: bool = False) -> Iterator[float]:
-        """Builds and compiles every shape on padding rows, which touch no pool; yields the share that is done."""
-        functions = [self._checked] if only_drafts else [self.step, self._checked]
+        Of steps without drafts only those of these sizes (None: of all).
+        """
+        functions = [(self.step, self.row_buckets if rows is None else rows)]
+        if self._checked is not None:
+            functions.append((self._checked, self.row_buckets))
         widths = sorted({width_bucket(n) for n in range(1, self.max_width + 1)})
-        runs = [(run, n, width) for run in functions if run is not None for n in self.row_buckets for width in widths]
+        runs = [(run, n, width) for run, sizes in functions for n in sizes for width in widths]
         for done, (run, num_rows, width) in enumerate(runs, 1):
             mx.eval(run(mx.zeros((num_rows, width + self.NUM_COLUMNS), mx.int32), self._no_samples))
             self.forget()

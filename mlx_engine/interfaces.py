@@ -176,12 +176,14 @@ class Drafter(ABC):
     interface_version: ClassVar[int] = INTERFACE_VERSION
 
     @abstractmethod
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         """At most max_tokens (1 or more) token ids that may follow token_ids; none where there is no idea.
 
         token_ids are all that is known of the request, prompt first: they only grow from call to call, by any number,
-        and show what became of the last guess. Must not keep or change them. Called in a step's way, so it must be
-        quick. A guess that is too long, or no list of token ids of the model's, is dropped as a whole and counted.
+        and show what became of the last guess. Must not keep or change them. The first num_pending (0 or more) tokens
+        of a guess are sampled already but not known yet: they are not checked, what follows them is. Called in a
+        step's way, so it must be quick. A guess that is too long, or no list of token ids of the model's, is dropped
+        as a whole and counted, and so is one that raises.
         """
 
     def on_request_finished(self, request_id: str) -> None:  # noqa: B027

@@ -123,6 +123,7 @@ class MLXModelRunner:
         self._last_sampled: mx.array | None = None
         self._last_request_ids: list[str] = []
         self._counts: Counter[str] = Counter()
+        self._counts_at_start: Mapping[str, int] = {}  # what the warm-up made the backend count
 
     def warm_up(self) -> Iterator[float]:
         """Compiles what can be compiled; yields the share that is done."""
@@ -132,17 +133,18 @@ class MLXModelRunner:
             # What a refused recording has left.
             self._compiled.forget()
             yield from self._compiled.warm_up()
+        self._counts_at_start = self._backend.dispatch_counts()
 
     def _record(self, recorded: RecordedDecode) -> Iterator[float]:
-        """Records steps, and compiles those with drafts; what CUDA refuses is given up."""
-        checks_drafts = self._compiled is not None and self._compiled.checks_drafts
-        parts = 1 + checks_drafts + (self._recorded_chunks is not None)
+        """Records steps, and compiles those that aren't recorded; what CUDA refuses is given up."""
+        parts = 2 if self._recorded_chunks is None else 3
         try:
             for done in recorded.warm_up():
                 yield done / parts
-            if self._compiled is not None and checks_drafts:
-                for done in self._compiled.warm_up(only_drafts=True):
+            if self._compiled is not None:
+                for done in self._compiled.warm_up(recorded.missing_rows):
                     yield (1 + done) / parts
+            yield 2 / parts
         except RuntimeError as error:
             logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
             self._recorded = self._recorded_chunks = None
@@ -203,7 +205,9 @@ class MLXModelRunner:
 
     def dispatch_counts(self) -> Mapping[str, int]:
         """See ModelRunner."""
-        return {**self._backend.dispatch_counts(), **self._counts}
+        start, now = self._counts_at_start, self._backend.dispatch_counts()
+        served = {path: count - start.get(path, 0) for path, count in now.items() if count > start.get(path, 0)}
+        return {**served, **self._counts}
 
     def _run(self, batch: InputBatch) -> mx.array | None:
         token_ids = mx.array(batch.token_ids)

@@ -57,6 +57,13 @@ class RecordedDecode:
             self._compiled.forget()
             yield done / len(shapes)
 
+    @property
+    def missing_rows(self) -> list[int]:
+        """The sizes of steps that some recording is missing of: those that memory didn't reach for."""
+        return [
+            n for n in self._compiled.row_buckets if any((n, width) not in self._recordings for width in self._widths)
+        ]
+
     def launch(self, batch: InputBatch) -> Fetch | None:
         """Hands a step that CompiledDecode takes to the GPU; its samples once they are there. None: not recorded."""
         num_rows = row_bucket(batch.num_rows)

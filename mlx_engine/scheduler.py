@@ -316,6 +316,10 @@ class Scheduler:
         for request_id, slot in plan.slots.items():
             state = slot.state
             room = min(plan.budget, state.max_total_tokens - state.num_tokens - 1)
+            if self._waiting:
+                # They need the free blocks more than a guess does.
+                held = len(self._kv.block_table(request_id)) * self._block_size
+                room = min(room, held - slot.start - 1)
             if room < 1 or slot.num_tokens > 1 or not slot.samples or not state.request.sampling.is_greedy:
                 continue
             drafts = source.drafts(state, room)

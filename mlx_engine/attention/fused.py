@@ -214,7 +214,8 @@ class FusedBackend(GatherBackend):
                 sinks=sinks,
             )
             parts.append(out[:, :, None])
-        if ticket is not None:
+        # Rows with drafts have a ticket too, chunks or not.
+        if ticket is not None and num_decodes < queries.shape[0]:
             after = ticket
             if kernels.uses_matrix(pool):
                 plan = step.chunk_plan(kernels.tile_shape)

@@ -23,10 +23,18 @@ class _Watched(Drafter):
         self._drafter = drafter
         self.trace: list[object] = []  # every answer, to compare two runs
         self.num_finished = 0
+        self.failure: Exception | None = None  # the first: an engine goes on without drafts
 
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
+        try:
+            return self._propose(request_id, token_ids, max_tokens, num_pending)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
+    def _propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         before = list(token_ids)
-        guess = self._drafter.propose(request_id, token_ids, max_tokens)
+        guess = self._drafter.propose(request_id, token_ids, max_tokens, num_pending)
         assert list(token_ids) == before, "propose changed the token ids that it was given"
         assert isinstance(guess, Sequence), f"propose returned {type(guess).__name__}, not a sequence"
         assert len(guess) <= max_tokens, f"propose returned {len(guess)} tokens when asked for {max_tokens}"
@@ -38,14 +46,18 @@ class _Watched(Drafter):
 
     def on_request_finished(self, request_id: str) -> None:
         self.num_finished += 1
-        self._drafter.on_request_finished(request_id)
+        try:
+            self._drafter.on_request_finished(request_id)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
 
 
 def check_drafter(factory: Callable[[], Drafter], *, seeds: Iterable[int] = range(12)) -> None:
     """Works out drafters built by factory(), each in engines of several sizes, overlapped and not.
 
     Requests repeat their ids, are aborted and preempted. Raises AssertionError for a guess that the engine would drop,
-    token ids that were changed, an answer that isn't the reference's, or two runs that differ.
+    an exception, token ids that were changed, an answer that isn't the reference's, or two runs that differ.
     """
     for seed in seeds:
         try:
@@ -83,7 +95,12 @@ def _run(drafter: Drafter, seed: int) -> list[object]:
             name = rng.choice(sorted(expected))
             engine.abort_request(name)
             del expected[name]
-        for output in engine.step():
+        outputs = engine.step()
+        if isinstance(watched.failure, AssertionError):
+            raise watched.failure
+        if watched.failure is not None:
+            raise AssertionError(f"the drafter raised {watched.failure!r}") from watched.failure
+        for output in outputs:
             answers[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 right = expected.pop(output.request_id)

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from mlx_engine.drafts import MAX_DRAFT_TOKENS
 from mlx_engine.errors import ConfigError
 from mlx_engine.interfaces import Drafter
+
+# A request's memory, and the time for each of its tokens, grow with the sizes that are looked up.
+_LONGEST_NGRAM = 16
 
 
 @dataclass(slots=True)
 class _History:
-    """What is kept of one request: some 450 bytes for each of its tokens, a hundredth of their K/V."""
+    """What is kept of one request: with n-grams of 2 to 4 some 450 bytes for each token, a hundredth of its K/V."""
 
     limit: int  # tokens to guess
     # The place after each n-gram's last occurrence, of those that something follows: lengths share the dictionary.
@@ -34,18 +38,20 @@ class NgramDrafter(Drafter):
     interface_version: ClassVar[int] = 1
 
     def __init__(self, *, num_tokens: int = 8, min_ngram: int = 2, max_ngram: int = 4) -> None:
-        if num_tokens < 1:
-            raise ConfigError(f"num_tokens must be at least 1, not {num_tokens}.")
-        if not 1 <= min_ngram <= max_ngram:
-            raise ConfigError(
-                f"min_ngram must be at least 1 and at most max_ngram, but they are {min_ngram} and {max_ngram}."
-            )
+        for name, value, most in (
+            ("num_tokens", num_tokens, MAX_DRAFT_TOKENS),
+            ("max_ngram", max_ngram, _LONGEST_NGRAM),
+            ("min_ngram", min_ngram, max_ngram),
+        ):
+            if type(value) is not int or not 1 <= value <= most:
+                limit = f"max_ngram, which is {most}" if name == "min_ngram" else most
+                raise ConfigError(f"{name} must be a whole number of at least 1 and at most {limit}, not {value!r}.")
         self._num_tokens = num_tokens
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._histories: dict[str, _History] = {}
 
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         """What followed the latest place like this one; beyond the end of the text it goes on from itself."""
         history = self._histories.get(request_id)
         if history is None:
@@ -53,7 +59,7 @@ class NgramDrafter(Drafter):
         self._learn(history, token_ids)
         self._index(history, token_ids)
         history.asked_at = len(token_ids)
-        history.guess = self._look_up(history, token_ids, min(history.limit, max_tokens))
+        history.guess = self._look_up(history, token_ids, min(history.limit + num_pending, max_tokens))
         return history.guess
 
     def on_request_finished(self, request_id: str) -> None:

@@ -29,7 +29,7 @@ class Replay(Drafter):
         self._answers, self._wrong_every, self._calls = answers, wrong_every, 0
         self.ended: list[str] = []
 
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         """The next five tokens; every `wrong_every`-th call one of them is another one."""
         self._calls += 1
         whole = self._answers[request_id]
@@ -137,7 +137,7 @@ def client(drafter: str, **options: Any) -> Client:
 class Right(Oracle):
     """Always knows all that is asked for."""
 
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         return reference_tokens(token_ids, max_tokens, self._vocab_size)
 
 
@@ -246,3 +246,59 @@ def test_a_request_that_ends_early_takes_its_drafts_along(steps: int) -> None:
         mine.abort("gone")
     mine.add("gone", [7, 8, 9], max_tokens=9, ignore_eos=True)
     mine.finish()
+
+
+class Raises(Right):
+    """Knows the answers of some requests, and fails for the others."""
+
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
+        if request_id == "bad":
+            raise ZeroDivisionError("no idea")
+        return super().propose(request_id, token_ids, max_tokens, num_pending)
+
+    def on_request_finished(self, request_id: str) -> None:
+        raise OSError("never mind")
+
+
+@OVERLAP
+def test_a_drafter_that_raises_costs_nobody_anything_but_drafts(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=2, max_num_batched_tokens=10, overlap=overlap)
+    engine = build_simulated_engine(config, vocab_size=VOCAB, drafter=Raises(VOCAB, lambda request_id: "", 0)).engine
+    tokens: dict[str, list[int]] = {"bad": [], "good": []}
+    for name in tokens:
+        engine.add_request(Request(name, (1, 2, 3), SamplingParams(max_tokens=12, temperature=0.0)))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    engine.check_idle()
+    assert tokens["bad"] == tokens["good"] == reference_tokens((1, 2, 3), 12, VOCAB)
+    stats = engine.stats()
+    assert stats.accepted_draft_tokens > 0
+    assert stats.rejected_proposals > 2
+    assert [record.getMessage().split(" failed")[0] for record in caplog.records] == ["the drafter Raises"]
+    assert "no idea" in caplog.text
+
+
+@OVERLAP
+def test_one_token_at_a_time_is_drafted_too(overlap: bool) -> None:
+    """Also while the last token is on the device still, which a guess then begins with."""
+    options = {"num_tokens": 1, "min_ngram": 1}
+    engine = tiny_engine("llama_tied_mha", overlap=overlap, drafter="ngram", drafter_options=options)
+    assert answers(engine, max_tokens=70)[1].accepted_draft_tokens > 0
+
+
+def test_a_step_checks_sixteen_at_most_and_fewer_where_others_wait_for_blocks() -> None:
+    config = EngineConfig(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, overlap=False)
+    drafter = Right(VOCAB, lambda request_id: "", 0)
+    engine = build_simulated_engine(config, vocab_size=VOCAB, drafter=drafter).engine
+    engine.add_request(Request("a", (1, 2, 3), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    counts: list[int] = []
+    while engine.has_unfinished_requests() and len(counts) < 8:
+        counts += [len(output.new_token_ids) for output in engine.step()]
+        if len(counts) == 2:
+            # The 5 blocks of "a" leave too few for it: it waits, and "a" guesses only what its own blocks hold.
+            engine.add_request(Request("b", (1, 2, 3) * 20, SamplingParams(max_tokens=1, temperature=0.0)))
+    assert counts[:2] == [1, 17]
+    assert counts[2:] == [4] * 6

@@ -138,8 +138,8 @@ DRAFT_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "if not drafts:",
     ),
     "runs drafts for nothing": edited(Scheduler, "_add_drafts", "plan.budget -= len(drafts)", "pass"),
-    "runs any drafts": edited(DraftSource, "_makes_sense", "0 <= token < self._vocab_size", "True"),
-    "runs any number of drafts": edited(DraftSource, "_makes_sense", "and len(guess) <= max_tokens", ""),
+    "runs any drafts": edited(DraftSource, "_checked", "if tokens and not", "if False and not"),
+    "runs any number of drafts": edited(DraftSource, "_checked", "len(guess) > wanted", "False"),
     "schedules before drafts are known": edited(Engine, "step", "before.step.has_drafts", "False"),
 }
 

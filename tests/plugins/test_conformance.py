@@ -55,33 +55,33 @@ def test_builtin_drafter_conforms(name: str) -> None:
 
 
 class TooMany(NgramDrafter):
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
-        return super().propose(request_id, token_ids, max_tokens + 1)
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
+        return super().propose(request_id, token_ids, max_tokens + 1, num_pending)
 
 
 class Unheard(NgramDrafter):
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         return [len(token_ids)]
 
 
 class Iterates(NgramDrafter):
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Any:
-        return iter(super().propose(request_id, token_ids, max_tokens))
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Any:
+        return iter(super().propose(request_id, token_ids, max_tokens, num_pending))
 
 
 class Strings(NgramDrafter):
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Any:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Any:
         return "1"
 
 
 class Changes(NgramDrafter):
-    def propose(self, request_id: str, token_ids: Any, max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Any, max_tokens: int, num_pending: int) -> Sequence[int]:
         token_ids[-1] = 0 if token_ids[-1] else 1
         return []
 
 
 class Dice(Drafter):
-    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         return [random.SystemRandom().randrange(4)]
 
 

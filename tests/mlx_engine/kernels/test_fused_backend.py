@@ -10,7 +10,7 @@ import pytest
 
 from mlx_engine import model_runner
 from mlx_engine.attention.fused import FusedBackend, FusedStep
-from mlx_engine.attention.kernels import PagedKernels
+from mlx_engine.attention.kernels import PagedKernels, texts
 from mlx_engine.compiled_decode import row_bucket, width_bucket
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
@@ -67,6 +67,7 @@ def test_the_same_tokens_as_by_gathering(
         monkeypatch.setattr(build, "load_graphs", FakeGraphs)
         monkeypatch.setattr(build, "available_memory_bytes", lambda: 1 << 40)
     engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=how != "eager")
+    assert engine.stats().dispatch == {}, "what the warm-up did is none of a request's"
     assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
     assert _tokens(engine) == expected
     counts = engine.stats().dispatch
@@ -92,6 +93,26 @@ def test_drafts_are_checked_by_the_decode_kernel(
     assert stats.dispatch["fused"] > 0
     # All steps but those with chunks, of which there is one for each of six prompts and one more for each long one.
     assert stats.dispatch.get("compiled", 0) >= (stats.steps - 9 if compiled else 0)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
+def test_drafts_run_where_a_kernel_takes_the_chunks(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Steps with drafts and no chunk, in 16 bits."""
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    options = {"attention_backend": "fused", "compile_decode": how != "eager"}
+    expected, plain = answers(_engine("llama_bfloat16", **options))
+    if how == "recorded":
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(build, "load_graphs", FakeGraphs)
+        monkeypatch.setattr(build, "available_memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, 3))
+    got, stats = answers(_engine("llama_bfloat16", max_num_seqs=24, **options))
+    assert got == expected
+    assert stats.steps < 0.75 * plain.steps
+    assert stats.draft_tokens > stats.accepted_draft_tokens > 0
+    assert stats.dispatch.get("compiled", 0) > 0 or how == "eager"
 
 
 def test_rows_with_drafts_are_stored_first_and_the_decode_kernel_takes_what_says_so(

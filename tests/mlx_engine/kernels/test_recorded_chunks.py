@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,7 +309,16 @@ def test_a_step_takes_the_first_path_that_holds_it(
     # Recordings for up to two decode rows, then there is no memory.
     monkeypatch.setattr(mx, "get_active_memory", lambda: graphs.num_recorded)
     model_runner = runner(backend, graphs, decode_bytes=1)
+    compiled_rows = []
+    warm_up = CompiledDecode.warm_up
+
+    def watched(self: CompiledDecode, rows: Sequence[int] | None = None) -> Iterator[float]:
+        compiled_rows.append(rows)
+        return warm_up(self, rows)
+
+    monkeypatch.setattr(CompiledDecode, "warm_up", watched)
     shares = list(model_runner.warm_up())
+    assert compiled_rows == [[4, 8]], "sizes that memory didn't reach for are compiled"
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     drafted = ScheduledSequence("1", 4, 1, (7,), list(range(1, 9)), True, 0, OPTIONS[0], 101, (8, 9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from plugins.drafters.ngram import NgramDrafter
 
 
 def propose(tokens: list[int], max_tokens: int = 100, **options: int) -> list[int]:
-    return list(NgramDrafter(**options).propose("a", tokens, max_tokens))
+    return list(NgramDrafter(**options).propose("a", tokens, max_tokens, 0))
 
 
 def test_what_followed_the_last_tokens_before_is_the_guess() -> None:
@@ -43,24 +45,24 @@ def test_no_more_is_guessed_than_asked_for() -> None:
 def test_guesses_are_short_after_wrong_ones_and_long_again_after_right_ones() -> None:
     drafter = NgramDrafter(num_tokens=8)
     tokens = [*range(40), 0, 1]
-    assert drafter.propose("a", tokens, 100) == list(range(2, 10))
+    assert drafter.propose("a", tokens, 100, 0) == list(range(2, 10))
     tokens += [2, 3, 99, 10, 11]  # two were right
-    assert drafter.propose("a", tokens, 100) == [12, 13, 14]
+    assert drafter.propose("a", tokens, 100, 0) == [12, 13, 14]
     tokens += [50, 12, 13]  # none was
-    assert drafter.propose("a", tokens, 100) == [14]
+    assert drafter.propose("a", tokens, 100, 0) == [14]
     lengths = []
     for _ in range(5):
-        tokens += drafter.propose("a", tokens, 100)
-        lengths.append(len(drafter.propose("a", tokens, 100)))
+        tokens += drafter.propose("a", tokens, 100, 0)
+        lengths.append(len(drafter.propose("a", tokens, 100, 0)))
     assert lengths == [2, 4, 8, 8, 8]
 
 
 def test_a_request_that_ended_is_forgotten() -> None:
     drafter = NgramDrafter()
-    assert drafter.propose("a", [1, 2, 3, 1, 2], 1) == [3]
+    assert drafter.propose("a", [1, 2, 3, 1, 2], 1, 0) == [3]
     drafter.on_request_finished("a")
     drafter.on_request_finished("nobody")
-    assert drafter.propose("a", [7, 1, 2], 1) == []
+    assert drafter.propose("a", [7, 1, 2], 1, 0) == []
     drafter.on_request_finished("a")
     assert not drafter._histories
 
@@ -78,7 +80,7 @@ def test_the_index_finds_what_a_scan_finds_however_tokens_come(
     drafter = NgramDrafter(num_tokens=1, min_ngram=min_ngram, max_ngram=min_ngram + more)
     for end in sorted({cut for cut in cuts if cut < len(tokens)} | {len(tokens)}):
         known = tokens[:end]
-        assert list(drafter.propose("a", known, 1)) == scan(known, min_ngram, min_ngram + more)
+        assert list(drafter.propose("a", known, 1, 0)) == scan(known, min_ngram, min_ngram + more)
 
 
 def scan(tokens: list[int], min_ngram: int, max_ngram: int) -> list[int]:
@@ -90,7 +92,26 @@ def scan(tokens: list[int], min_ngram: int, max_ngram: int) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize("options", [{"num_tokens": 0}, {"min_ngram": 0}, {"min_ngram": 5, "max_ngram": 4}])
-def test_sizes_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be a whole number of at least 1 and at most 16, not 0"),
+        ({"num_tokens": 17}, "not 17"),
+        ({"num_tokens": 2.0}, "not 2.0"),
+        ({"num_tokens": True}, "not True"),
+        ({"num_tokens": "4"}, "not '4'"),
+        ({"min_ngram": 0}, "min_ngram must be"),
+        ({"min_ngram": 1.5}, "not 1.5"),
+        ({"min_ngram": 5, "max_ngram": 4}, "at most max_ngram, which is 4, not 5"),
+        ({"max_ngram": 17}, "at most 16, not 17"),
+        ({"max_ngram": float("inf")}, "not inf"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         NgramDrafter(**options)
+
+
+def test_tokens_on_their_way_are_guessed_too() -> None:
+    drafter = NgramDrafter(num_tokens=2)
+    assert drafter.propose("a", [1, 2, 3, 4, 5, 6, 1, 2], 100, 1) == [3, 4, 5]
