@@ -156,8 +156,11 @@ class _EngineCollector(Collector):
             ("requests_aborted", "Sequences that the engine dropped because the client left.", stats.num_aborted),
         ):
             yield self._counter(name, text, value)
-        dispatch = CounterMetricFamily(_PREFIX + "attention_dispatch", "Calls by attention path.",
-                                       labels=("model_name", "path"))  # fmt: skip
+        dispatch = CounterMetricFamily(
+            _PREFIX + "attention_dispatch",
+            "Calls of a layer's attention by path; of compiled and recorded steps, steps.",
+            labels=("model_name", "path"),
+        )
         for path, count in sorted(stats.dispatch.items()):
             dispatch.add_metric((self._model_name, path), count)
         yield dispatch

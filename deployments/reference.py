@@ -27,7 +27,7 @@ FIELD_NOTES: Mapping[str, str] = {
     "top_p": "default 1",
     "top_k": "0 or -1 is off",
     "min_p": "default 0",
-    "seed": "same seed, same tokens, whatever else runs",
+    "seed": "same seed, same tokens, whatever else runs: up to rounding, which tells with 16-bit types and int8 K/V",
     "stop": "a string or a list; the text ends before the first match; an empty string is 400",
     "stop_token_ids": "beside the model's own end tokens",
     "ignore_eos": "go on past the model's end tokens",
