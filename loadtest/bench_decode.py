@@ -20,24 +20,26 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+# Before anything that imports MLX: OpenBLAS must come first.
+from mlx_engine.config import EngineConfig
+from mlx_engine.engine import Engine
+from mlx_engine.types import Request, SamplingParams
+from plugins.build import build_engine_for
+
+# Third-party, but after ours: the first import of `mlx.core` binds its BLAS.
+import mlx.core as mx  # isort: skip
 
 from loadtest import environment
 from loadtest.gpu import new_result
 from loadtest.gpu_profile import can_profile, profile_steps
-from loadtest.options import int_list, positive_int
+from loadtest.options import int_list, positive_int, result_file
 from loadtest.random_llama import random_llama
 from loadtest.shapes import SHAPES, TINY, llama_config
 from loadtest.stepping import StepLoop, random_prompts
 from loadtest.tables import markdown_table, number
 from loadtest.worker_gpu_quire import QuireStepper, random_model
-from mlx_engine.config import EngineConfig
-from mlx_engine.engine import Engine
-from mlx_engine.types import Request, SamplingParams
-from plugins.build import build_engine_for
 
 ARMS: dict[str, dict[str, Any]] = {
     "recorded": {"attention_backend": "fused"},
@@ -72,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--longest", type=positive_int, default=700, help="of their prompts, in tokens (default: 700)")
     add("--output-tokens", type=positive_int, default=48, help="of each of them (default: 48)")
     add("--seed", type=int, default=0, help="of weights and prompts")
-    add("--out", type=Path, default=Path("bench-results/decode.json"), help="where the JSON goes")
+    add("--out", type=result_file, default="bench-results/decode.json", help="where the JSON goes")
     args = parser.parse_args(argv)
     args.arms = args.arms.split(",")
     if unknown := set(args.arms) - set(ARMS):
@@ -250,10 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment.write_json(args.out, result)
     if not args.tokens_only:
         result["cases"], result["profile"] = time_steps(args)
-    environment.write_json(args.out, result)
     device = result["device"].get("device_name", "")
     print(f"\n{environment.headline(result['environment'])}\n{args.shape}, {args.dtype}, {device}\n")
-    print(f"{render(result)}\n\nWritten: {args.out}")
+    print(render(result))
+    environment.write_json(args.out, result)
+    print(f"\nWritten: {args.out}")
     return 1 if any(found["wrong"] for found in result["tokens"].values()) else 0
 
 

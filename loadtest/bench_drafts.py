@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from loadtest import environment
-from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int
+from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int, result_file
 from loadtest.stats import ratio, summary
 from loadtest.tables import markdown_table, number, number_range
 from loadtest.throughput import BatchRun, agreement
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive_int, help="counted runs of each case and arm (default: 5)")
     parser.add_argument("--timeout", type=positive_int, default=900, help="seconds for a run (default: 900)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/drafts.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/drafts.json", help="where the JSON goes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: to see that it works")
     args = parser.parse_args(argv)
     quick: dict[str, Any] = {"sequences": [1, 2], "output_tokens": 24, "rounds": 1}
@@ -211,9 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": time.monotonic() - started,
         "cases": [case.to_json() for case in cases],
     }
-    environment.write_json(args.out, result)
     print(f"# Drafts\n\n{environment.headline(found)}\n{args.rounds} rounds of {args.output_tokens} tokens\n")
     print(render(cases))
+    environment.write_json(args.out, result)
     print(f"\nRaw samples: {args.out}")
     return 0
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from loadtest import environment
 from loadtest.engine_cases import METRICS, MIXED_LENGTHS, Case, CaseResult, Prompts, mixed_case, render, run_case
 from loadtest.engine_cases import uniform_case as uniform
-from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int
+from loadtest.options import blas_summary, exit_on_sigterm, int_list, key_value, merged, positive_int, result_file
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.workers import Worker, WorkerTimeout
 
@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", type=key_value, action="append", metavar="KEY=VALUE", help="an EngineConfig value")
     parser.add_argument("--peer", type=key_value, action="append", metavar="KEY=VALUE", help="a BatchGenerator option")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/engine.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/engine.json", help="where the JSON goes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: to see that it works")
     args = parser.parse_args(argv)
     quick: dict[str, Any] = {
@@ -159,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arms": arms.descriptions,
         "cases": [case.to_json() for case in results],
     }
-    environment.write_json(args.out, result)
     blas = {arm: (described.get("blas") or {}).get("library") for arm, described in arms.descriptions.items()}
     print(f"# Engine throughput\n\n{environment.headline(found)}\nweights {dtype}, BLAS {blas}, {args.rounds} rounds\n")
     print(render(results))
+    environment.write_json(args.out, result)
     print(f"\nRaw samples: {args.out}")
     return 1 if any(case.failure for case in results) else 0
 

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from loadtest import environment
 from loadtest.gpu_cases import BLOCK_SIZE, Case, CaseResult, Kind, Settings, plan, render, run_case
-from loadtest.options import exit_on_sigterm, int_list, key_value, merged, positive_int
+from loadtest.options import exit_on_sigterm, int_list, key_value, merged, positive_int, result_file
 from loadtest.shapes import SHAPES, TINY, kv_bytes_per_token, llama_config
 from loadtest.workers import Worker, WorkerError
 
@@ -74,8 +74,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add(
         "--out",
-        type=Path,
-        default=Path("bench-results/gpu.json"),
+        type=result_file,
+        default="bench-results/gpu.json",
         help="where the JSON goes, and the arms' logs beside",
     )
     args = parser.parse_args(argv)
@@ -83,8 +83,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.mixed_arms = [arm for arm in _names(parser, "--mixed-arms", args.mixed_arms, ARMS) if arm in args.arms]
     args.cases = _names(parser, "--cases", args.cases, get_args(Kind))
     batches = [1, 8, 32, 128, 256]
-    args.decode = dict(args.decode or [(512, batches), (4096, batches), (16384, batches)])
-    args.prefill = dict(args.prefill or [(512, [1, 8, 32, 128]), (4096, [1, 8])])
+    args.decode = batches_by_context(args.decode or [(512, batches), (4096, batches), (16384, batches)])
+    args.prefill = batches_by_context(args.prefill or [(512, [1, 8, 32, 128]), (4096, [1, 8])])
     # All sequences of a case run at once.
     batches = [batch for found in (args.decode, args.prefill) for each in found.values() for batch in each]
     args.max_num_seqs = max(args.max_num_seqs, *batches)
@@ -99,6 +99,14 @@ def context_batches(text: str) -> tuple[int, list[int]]:
     """An argparse type: a context and its batches, as 4096:1,8,32."""
     context, _, batches = text.partition(":")
     return positive_int(context), int_list(batches)
+
+
+def batches_by_context(given: Sequence[tuple[int, list[int]]]) -> dict[int, list[int]]:
+    """The batches of each context, also of one that was given more than once; in order, each once."""
+    found: dict[int, list[int]] = {}
+    for context, batches in given:
+        found[context] = list(dict.fromkeys([*found.get(context, []), *batches]))
+    return found
 
 
 def span(text: str) -> tuple[int, int]:
@@ -312,10 +320,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(case)
             result["cases"].append(case.to_json())
             environment.write_json(args.out, result)
+    except (KeyboardInterrupt, SystemExit):
+        result["cases"] = [case.to_json() for case in results]  # the last may still be on its way
+        done = {case.case.name for case in results} | {entry["case"] for entry in skipped}
+        skipped += [{"case": case.name, "reason": "the run was interrupted"} for case in cases if case.name not in done]
+        raise
     finally:
         arms.close()
-        environment.write_json(args.out, result)
-        report(result, results, args)
+        try:
+            environment.write_json(args.out, result)
+        finally:
+            report(result, results, args)
+        print(f"\nWritten: {args.out}")
     failed = any("failure" in found for found in arms.described.values()) or any(found.failures for found in results)
     return 1 if failed else 0
 
@@ -345,8 +361,10 @@ def report(result: Mapping[str, Any], results: Sequence[CaseResult], args: argpa
             print(f"CUT SHORT {case.case.name}: the time was used up")
     for entry in result["skipped"]:
         print(f"SKIPPED {entry['case']}: {entry['reason']}")
-    print(f"\nWritten: {args.out}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

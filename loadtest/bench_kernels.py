@@ -14,23 +14,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-from tqdm import tqdm
-
-from loadtest import environment
-from loadtest.gpu import new_result
-from loadtest.options import positive_int
-from loadtest.tables import markdown_table, number
+# Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.attention.kernels import PagedKernels, reference, texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool, row_bytes
 from mlx_engine.input_batch import PrefillChunk
 from mlx_engine.native.graphs import load_graphs
 from mlx_engine.types import LayerKVSpec, cdiv
+
+# Third-party, but after ours: the first import of `mlx.core` binds its BLAS.
+import mlx.core as mx  # isort: skip
+import numpy as np  # isort: skip
+from tqdm import tqdm  # isort: skip
+
+from loadtest import environment
+from loadtest.gpu import new_result
+from loadtest.options import positive_int, result_file
+from loadtest.tables import markdown_table, number
 
 _COPY_BYTES = 1 << 30
 _CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
@@ -114,7 +116,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_kernels", description=__doc__)
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed runs of each, median taken (default: 7)")
     parser.add_argument("--sweep", action="store_true", help="time every number of splits, not only the chosen one")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/kernels.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/kernels.json", help="where the JSON goes")
     return parser.parse_args(argv)
 
 

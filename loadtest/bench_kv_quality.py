@@ -13,10 +13,10 @@ import hashlib
 import math
 import pydoc_data.topics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 # Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.attention.fused import kernels_run_here
@@ -24,7 +24,7 @@ from mlx_engine.config import EMBEDDED_MODEL, EngineConfig
 from mlx_engine.input_batch import build_input_batch
 from mlx_engine.interfaces import AttentionBackend
 from mlx_engine.memory import bytes_per_block
-from mlx_engine.models.load import load_model
+from mlx_engine.models.load import LoadedModel, load_model
 from mlx_engine.models.resolve import resolve_model
 from mlx_engine.models.tokenizer import Tokenizer
 from mlx_engine.paged_model import PagedModel
@@ -40,7 +40,7 @@ from tqdm import tqdm  # isort: skip
 from loadtest import environment
 from loadtest.experiments.base import Record
 from loadtest.experiments.report import render
-from loadtest.options import int_list, positive_int
+from loadtest.options import int_list, positive_int, result_file
 
 AUTO, INT8 = "auto", "int8"
 _BLOCK_SIZE = 16
@@ -54,14 +54,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. --quick replaces the sizes that aren't given by tiny ones."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_kv_quality", description=__doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as engine.model (default: embedded)")
-    parser.add_argument("--dtype", default="auto", help="as engine.dtype (default: auto)")
+    dtypes = get_args(EngineConfig.model_fields["dtype"].annotation)
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="as engine.dtype (default: auto)")
     parser.add_argument("--windows", type=positive_int, help="stretches of text (default: 8)")
     parser.add_argument("--context", type=positive_int, help="tokens of each (default: 1536)")
     parser.add_argument("--decode-tokens", type=positive_int, help="of these the last, as decode rows (default: 64)")
     parser.add_argument("--prompts", type=positive_int, help="greedy prompts of each length (default: 12)")
     parser.add_argument("--prompt-tokens", type=int_list, help="their lengths (default: 128,1024)")
     parser.add_argument("--output-tokens", type=positive_int, help="tokens out of each (default: 64)")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/kv-quality.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/kv-quality.json", help="where the JSON goes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that it works")
     args = parser.parse_args(argv)
     names = ("windows", "context", "decode_tokens", "prompts", "prompt_tokens", "output_tokens")
@@ -179,9 +180,16 @@ def same_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[float, int
     return 100 * sum(same) / len(same), same.index(False) if False in same else len(same)
 
 
-def score_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], record: Record) -> None:
+def check_lengths(args: argparse.Namespace, max_model_len: int) -> None:
+    """Raises ValueError for stretches, or prompts with their outputs, that are longer than the model takes."""
+    longest = max(args.prompt_tokens) + args.output_tokens
+    for options, tokens in (("--context makes", args.context), ("--prompt-tokens and --output-tokens make", longest)):
+        if tokens > max_model_len:
+            raise ValueError(f"{options} {tokens} tokens, and the model was made for {max_model_len}: give fewer")
+
+
+def score_text(args: argparse.Namespace, loaded: LoadedModel, ids: Sequence[int], record: Record) -> None:
     """Perplexities of both arms, and how often they find the same token most likely."""
-    loaded = load_model(folder, args.dtype)
     model = build_model(EngineConfig.model_validate({"model": args.model}), loaded)
     windows = spread(ids, args.windows, args.context)
     found: dict[str, dict[str, list[Scores]]] = {}
@@ -210,9 +218,10 @@ def score_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], recor
     )
 
 
-def continue_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], record: Record) -> None:
-    """Greedy outputs of both arms' engines for pieces of the text, compared."""
-    prompts = {length: spread(ids, args.prompts, length) for length in args.prompt_tokens}
+def continue_text(
+    args: argparse.Namespace, folder: Path, prompts: Mapping[int, Sequence[Sequence[int]]], record: Record
+) -> None:
+    """Greedy outputs of both arms' engines for pieces of the text, by their length, compared."""
     longest = max(args.prompt_tokens) + args.output_tokens
     outputs: dict[str, dict[int, list[list[int]]]] = {}
     for arm in (AUTO, INT8):
@@ -252,16 +261,20 @@ def continue_text(args: argparse.Namespace, folder: Path, ids: Sequence[int], re
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the table and writes the JSON. 1 when too much quality is lost, 2 for a text too short."""
+    """Measures, prints the table and writes the JSON. 1 when too much quality is lost, 2 for lengths that don't fit."""
     args = parse_args(argv)
     found = environment.describe()
     folder = resolve_model(args.model)
     text = python_text()
     ids = Tokenizer(folder).encode(text)
     record = Record()
+    loaded = load_model(folder, args.dtype)
     try:
-        score_text(args, folder, ids, record)
-        continue_text(args, folder, ids, record)
+        check_lengths(args, loaded.max_model_len)
+        prompts = {length: spread(ids, args.prompts, length) for length in args.prompt_tokens}
+        score_text(args, loaded, ids, record)
+        del loaded  # two models in memory would be one too many
+        continue_text(args, folder, prompts, record)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -287,8 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "notes": record.notes,
         "failures": record.failures,
     }
+    print(f"\n# {result['title']}\n\n{render(result)}")
     environment.write_json(args.out, result)
-    print(f"\n# {result['title']}\n\n{render(result)}\n\nRaw samples: {args.out}")
+    print(f"\nRaw samples: {args.out}")
     return 0 if all(check.passed for check in record.checks) else 1
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from loadtest import environment, metrics_page
 from loadtest.client import Client
-from loadtest.options import exit_on_sigterm, key_value, merged, positive_int
+from loadtest.options import exit_on_sigterm, key_value, merged, positive_int, result_file
 from loadtest.prompts import PromptSource
 from loadtest.serve_process import ServeProcess, read_config
 from loadtest.tables import markdown_table, number
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first-token-id", type=int, default=1000, help="prompts are ids from here on (default: 1000)")
     parser.add_argument("--num-token-ids", type=positive_int, default=40000, help="so many of them (default: 40000)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/memory.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/memory.json", help="where the JSON goes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that it works")
     args = parser.parse_args(argv)
     quick = {"requests": 20, "prompt_tokens": 30, "output_tokens": 4}
@@ -223,10 +223,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "blocks_are_back": outcome.blocks_are_back,
         "surprises": outcome.surprises,
     }
-    environment.write_json(args.out, result)
     print(f"# Memory\n\n{environment.headline(found)}\n")
     print(render(outcome))
-    print("\n".join([*(f"UNEXPECTED {line}" for line in outcome.surprises[:10]), f"Raw samples: {args.out}"]))
+    for line in outcome.surprises[:10]:
+        print(f"UNEXPECTED {line}")
+    environment.write_json(args.out, result)
+    print(f"Raw samples: {args.out}")
     return 1 if outcome.surprises or not outcome.blocks_are_back else 0
 
 

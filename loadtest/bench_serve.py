@@ -19,7 +19,16 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.client import Client
-from loadtest.options import blas_summary, engine_overrides, exit_on_sigterm, int_list, key_value, merged, positive_int
+from loadtest.options import (
+    blas_summary,
+    engine_overrides,
+    exit_on_sigterm,
+    int_list,
+    key_value,
+    merged,
+    positive_int,
+    result_file,
+)
 from loadtest.prompts import PromptSource, word_ids
 from loadtest.serve_cases import CaseError, Gaps, PrefixTTFT, Throughput, gap_trial, prefix_pair, throughput_round
 from loadtest.serve_process import ServeProcess, read_config
@@ -49,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trials", type=positive_int, help="times that it arrives (default: 5)")
     parser.add_argument("--case-timeout", type=positive_int, default=900, help="seconds for a case (default: 900)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/serve.json"), help="where the JSON goes")
+    parser.add_argument("--out", type=result_file, default="bench-results/serve.json", help="where the JSON goes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: to see that it works")
     args = parser.parse_args(argv)
     quick: dict[str, Any] = {
@@ -247,10 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cases": [{"kind": type(case).__name__, **case.to_json()} for case in cases],
         "failures": failures,
     }
-    environment.write_json(args.out, result)
     print(f"# Over HTTP\n\n{environment.headline(found)}\nserver ready after {number(ready_s)} s\n")
     print(render(cases))
-    print("\n".join(["", *(f"FAILED {failure}" for failure in failures), f"Raw samples: {args.out}"]))
+    print("\n".join(["", *(f"FAILED {failure}" for failure in failures)]))
+    environment.write_json(args.out, result)
+    print(f"Raw samples: {args.out}")
     return 1 if failures else 0
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from loadtest import environment
 from loadtest.figures import write_figures
-from loadtest.options import engine_overrides, exit_on_sigterm, int_list, positive_int
+from loadtest.options import engine_overrides, exit_on_sigterm, int_list, positive_int, result_folder
 from loadtest.peers.base import MODEL_NAME, PROBE_PROMPT, Launch, Peer, PeerUnavailableError, Setup, Weights, probe
 from loadtest.peers.commands import StepError, without_paths
 from loadtest.peers.registry import all_peers, chosen
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--level-timeout", type=positive_int, default=240, help="seconds for a level (default: 240)")
     parser.add_argument("--start-timeout", type=positive_int, default=600, help="seconds for a start (default: 600)")
     parser.add_argument("--install-timeout", type=positive_int, default=3600, help="seconds, each (default: 3600)")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/compare"), help="folder of what is written")
+    parser.add_argument("--out", type=result_folder, default="bench-results/compare", help="folder of what is written")
     parser.add_argument("--fresh", action="store_true", help="measure again what is kept in --out")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: to see that it works")
     args = parser.parse_args(argv)

@@ -42,11 +42,14 @@ def usable_cores() -> list[int]:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes the result, making the folder first; a half-written file never stands under the name."""
+    """Writes the result, making the folder first; a half-written file never stands under the name, nor beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def headline(environment: Mapping[str, Any]) -> str:

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,6 +44,33 @@ def key_value(text: str) -> tuple[str, Any]:
 def merged(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
     """Repeated KEY=VALUE options as one dict; the last of a key wins."""
     return dict(pairs or [])
+
+
+def result_file(text: str) -> Path:
+    """An argparse type: a file for what is measured, refused before the work if it can't be written. Makes nothing.
+
+    Defaults must be strings: argparse hands no others to a type.
+    """
+    path = Path(text)
+    result_folder(str(path.parent))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no regular file: name another")
+    return path
+
+
+def result_folder(text: str) -> Path:
+    """The same of a folder, which need not be there yet."""
+    path = Path(text)
+    there = path.absolute()
+    try:
+        there = next(folder for folder in (there, *there.parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"nothing can be written into {there}: {error.strerror}") from error
+    return path
 
 
 def engine_overrides() -> list[str]:

@@ -56,6 +56,7 @@ class StepLoop:
         self._vocab_size = vocab_size
         self._count = 0
         self._open: dict[str, int] = {}  # unfinished requests, and the tokens that they still get
+        self._batch = 0  # sequences of decode_begin
         # As servers do: no collection looks through what the start has made.
         gc.collect()
         gc.freeze()
@@ -71,24 +72,30 @@ class StepLoop:
         }
 
     def decode_begin(self, batch: int, context: int, max_tokens: int, seed: int) -> dict[str, Any]:
-        """Prefills `batch` greedy sequences and steps until each has a token; they stay for `decode_round`."""
+        """Prefills `batch` greedy sequences and steps until each has a token; they stay for `decode_round`.
+
+        Raises RuntimeError for a step that gives a sequence several tokens, as decode_round does.
+        """
+        self._batch = batch
         prompts = random_prompts(seed, [context] * batch, self._vocab_size)
         start = time.perf_counter()
         waiting = {self._add(prompt, max_tokens) for prompt in prompts}
         while waiting:
-            waiting -= {request_id for request_id, _ in self._step()}
+            waiting -= {request_id for request_id, _ in self._decode_step()}
         return {"prefill_tokens_per_s": batch * context / (time.perf_counter() - start)}
 
     def decode_round(self, steps: int, skip: int) -> dict[str, Any]:
         """The time of `steps` steps in which every sequence gets one token, after `skip` such steps not counted.
 
-        step_ms is the mean, gaps_ms each step's. Between rounds the sequences wait, so arms can take turns.
+        step_ms is the mean, gaps_ms each step's. Between rounds the sequences wait, so arms can take turns. Raises
+        RuntimeError where sequences end before the round is over, or a step gives one several tokens.
         """
         before = self._stepper.counters()
         moments: list[float] = []
         while len(moments) <= steps + skip:
-            found = self._step()
-            if len(found) == len(self._open) and all(count == 1 for _, count in found):
+            if ended := self._batch - len(self._open):
+                raise RuntimeError(f"{ended} of {self._batch} sequences ended before the round was over")
+            if len(self._decode_step()) == self._batch:
                 moments.append(time.perf_counter())
         taken = [1e3 * gap for gap in gaps(moments[skip:])]
         return {"step_ms": sum(taken) / len(taken), "gaps_ms": taken, "counters": self._counted(before)}
@@ -161,6 +168,17 @@ class StepLoop:
         self._stepper.add(request_id, prompt, max_tokens, temperature)
         self._open[request_id] = max_tokens
         return request_id
+
+    def _decode_step(self) -> list[tuple[str, int]]:
+        """A step that gives no sequence more than a token. Raises RuntimeError, as _step does, where one gets more."""
+        found = self._step()
+        most = max((count for _, count in found), default=0)
+        if most > 1:
+            raise RuntimeError(
+                f"a step gave a sequence {most} tokens, which decode cases don't measure: run them without a drafter; "
+                "what drafts are worth is for `make bench-drafts`"
+            )
+        return found
 
     def _step(self) -> list[tuple[str, int]]:
         """A step, with the finished requests taken out. Raises RuntimeError where the engine stops too soon."""

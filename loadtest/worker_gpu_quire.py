@@ -6,18 +6,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-
-from loadtest.gpu import device_facts, on_gpu
-from loadtest.random_llama import device_dtype, random_llama
-from loadtest.stepping import StepLoop
-from loadtest.worker_protocol import Handler, claim_stdout, serve
+# Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
 from mlx_engine.models.load import LoadedModel
 from mlx_engine.types import Request, SamplingParams
 from plugins.build import build_engine_for
+
+# Third-party, but after ours: the first import of `mlx.core` binds its BLAS.
+import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten  # isort: skip
+
+from loadtest.gpu import device_facts, on_gpu
+from loadtest.random_llama import device_dtype, random_llama
+from loadtest.stepping import StepLoop
+from loadtest.worker_protocol import Handler, claim_stdout, serve
 
 
 class QuireStepper:

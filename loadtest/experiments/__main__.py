@@ -21,7 +21,7 @@ from loadtest.experiments.base import Experiment
 from loadtest.experiments.catalog import ALL, EXPERIMENTS
 from loadtest.experiments.harness import Plan, Server, run
 from loadtest.experiments.report import fill, render
-from loadtest.options import engine_overrides, exit_on_sigterm, key_value, merged, positive_int
+from loadtest.options import engine_overrides, exit_on_sigterm, key_value, merged, positive_int, result_folder
 from loadtest.prompts import word_ids
 from loadtest.serve_process import ServeProcess
 from loadtest.workers import Worker, WorkerError
@@ -41,7 +41,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--case-timeout", type=positive_int, default=600, help="seconds of an arm's load (default: 600)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/experiments"), help="folder of the JSON files")
+    parser.add_argument(
+        "--out", type=result_folder, default="bench-results/experiments", help="folder of the JSON files"
+    )
     parser.add_argument("--docs", type=Path, help="measure nothing: write the tables into this file")
     parser.add_argument(
         "--results", type=Path, default=Path("docs/benchmarks/experiments"), help="where --docs finds JSON files"
@@ -104,8 +106,9 @@ def measure(plan: Plan, args: argparse.Namespace, ids: Sequence[int]) -> dict[st
         "failures": record.failures,
     }  # fmt: skip
     path = args.out / f"{experiment.name}.json"
+    print(f"\n# {experiment.title}\n\n{experiment.question}\n\n{render(result)}")
     environment.write_json(path, result)
-    print(f"\n# {experiment.title}\n\n{experiment.question}\n\n{render(result)}\n\nRaw samples: {path}", flush=True)
+    print(f"\nRaw samples: {path}", flush=True)
     return result
 
 

@@ -12,9 +12,20 @@ from loadtest.worker_protocol import Handler, claim_stdout, serve
 
 
 class FakeStepper:
-    """Admits one request a step, and gives each admitted one a token, or leaves all but the first out of some steps."""
+    """Admits one request a step, and gives each admitted one a token, or leaves all but the first out of some steps.
 
-    def __init__(self, *, partial_every: int = 0, fail_at: int = 0, exit_at: int = 0, sleep_at: int = 0) -> None:
+    From step drafts_from on a step gives three tokens at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        partial_every: int = 0,
+        fail_at: int = 0,
+        exit_at: int = 0,
+        sleep_at: int = 0,
+        drafts_from: int = 0,
+    ) -> None:
         self.steps = 0
         self.prompts: list[list[int]] = []
         self.longest = 0  # tokens that a request has got
@@ -23,6 +34,7 @@ class FakeStepper:
         self._fail_at = fail_at
         self._exit_at = exit_at
         self._sleep_at = sleep_at
+        self._drafts_from = drafts_from
         self._waiting: list[tuple[str, int]] = []
         self._running: dict[str, list[int]] = {}  # tokens so far, and at most
 
@@ -44,13 +56,16 @@ class FakeStepper:
         served = list(self._running)
         if self._partial_every and self.steps % self._partial_every == 0:
             served = served[:1]
+        found = []
         for request_id in served:
             tokens = self._running[request_id]
-            tokens[0] += 1
+            count = min(3 if self._drafts_from and self.steps >= self._drafts_from else 1, tokens[1] - tokens[0])
+            found.append((request_id, count))
+            tokens[0] += count
             self.longest = max(self.longest, tokens[0])
             if tokens[0] == tokens[1]:
                 del self._running[request_id]
-        return [(request_id, 1) for request_id in served]
+        return found
 
     def busy(self) -> bool:
         return bool(self._waiting or self._running)

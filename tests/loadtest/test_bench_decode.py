@@ -88,6 +88,20 @@ def test_the_profile_is_of_one_step_of_the_first_arm(
     assert "the GPU waits" in capsys.readouterr().out
 
 
+def test_tables_are_printed_before_the_result_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(bench_decode.environment, "write_json", full)
+    monkeypatch.setattr(bench_decode, "time_steps", lambda args: ([{"arm": "fused", "context": 20, "batch": 1,
+                                                                    "step_ms": 2.5, "rounds": []}], None))  # fmt: skip
+    with pytest.raises(OSError, match="no space"):
+        run(tmp_path, "--requests", "0")
+    assert "2.500" in capsys.readouterr().out
+
+
 def test_what_is_compared_with_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_decode.parse_args(["--arms", "fused"])

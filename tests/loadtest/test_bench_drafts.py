@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtest import bench_drafts
 from loadtest.bench_drafts import KINDS, Case, parse_args, question, render
 from loadtest.throughput import BatchRun
 
@@ -65,3 +67,28 @@ def test_quick_fills_only_what_is_not_given() -> None:
     assert (args.rounds, args.sequences, args.output_tokens) == (7, [1, 2], 24)
     with pytest.raises(SystemExit):
         parse_args(["--output-tokens", "1"])
+
+
+def test_the_table_is_printed_before_the_result_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Built:
+        def __init__(self, *_: Any) -> None: ...
+
+        def call(self, *_: Any, **params: Any) -> dict[str, Any]:
+            return {"blas": {"active": True, "library": None, "num_threads": 1}, "folder": "f"}
+
+        def close(self) -> None: ...
+
+    def full(*_: Any) -> None:
+        raise OSError("no space is left")
+
+    case = Case("repeats", 2)
+    add(case, replies(4))
+    monkeypatch.setattr(bench_drafts, "Worker", Built)
+    monkeypatch.setattr(bench_drafts, "measure", lambda args, workers: [case])
+    monkeypatch.setattr(bench_drafts, "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(bench_drafts.environment, "write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        bench_drafts.main(["--quick", "--out", str(tmp_path / "drafts.json")])
+    assert "repeats x 2" in capsys.readouterr().out

@@ -191,6 +191,86 @@ def test_options_of_the_command_line_reach_the_engines() -> None:
     assert options["quire"]["max_num_seqs"] == 300, "as many as the largest batch"
 
 
+def test_batches_of_a_context_that_is_given_twice_are_put_together() -> None:
+    args = parse_args(["--decode", "64:4,1", "--decode", "32:2", "--decode", "64:1,8", "--prefill", "9:1", "--prefill",
+                       "9:3"])  # fmt: skip
+    cases = plan(["decode", "prefill"], args.decode, args.prefill, [], [])
+    assert [case.name for case in cases] == [
+        "decode 4 x 64", "decode 1 x 64", "decode 8 x 64", "decode 2 x 32", "prefill 1 x 9", "prefill 3 x 9",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_run_that_is_interrupted_says_what_it_did_not_run(
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = bench_gpu.run_case
+
+    def until_the_second(case: Any, *arguments: Any) -> Any:
+        if case.batch == 3:
+            raise stop
+        return right(case, *arguments)
+
+    monkeypatch.setattr(bench_gpu, "run_case", until_the_second)
+    with pytest.raises(type(stop)):
+        run(tmp_path, "--arms", "quire", "--decode", "1000000:300")
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [case["name"] for case in result["cases"]] == ["decode 1 x 20"]
+    assert [(entry["case"], "--kv-gib" in entry["reason"]) for entry in result["skipped"]] == [
+        ("decode 300 x 1,000,000", True), ("decode 3 x 20", False), ("prefill 2 x 20", False),
+        ("mixed 50/s, temperature 0", False),
+    ]  # fmt: skip
+    assert {entry["reason"] for entry in result["skipped"][1:]} == {"the run was interrupted"}
+    out = capsys.readouterr().out
+    assert "SKIPPED prefill 2 x 20: the run was interrupted" in out
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_case_that_is_done_is_kept_whenever_the_run_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = bench_gpu.CaseResult.to_json, iter((True, False))
+
+    def interrupted_once(case: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return right(case)
+
+    monkeypatch.setattr(bench_gpu.CaseResult, "to_json", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--arms", "quire", "--cases", "decode")
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [case["name"] for case in result["cases"]] == ["decode 1 x 20"]
+    assert [entry["case"] for entry in result["skipped"]] == ["decode 3 x 20"]
+
+
+def test_ctrl_c_ends_the_program_with_130_and_no_traceback() -> None:
+    code = (
+        "import runpy, loadtest.options as options\n"
+        "def interrupted():\n    raise KeyboardInterrupt\n"
+        "options.exit_on_sigterm = interrupted\n"
+        "runpy.run_module('loadtest.bench_gpu', run_name='__main__')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (130, "")
+
+
+@pytest.mark.usefixtures("fakes")
+def test_tables_are_printed_also_where_the_result_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(bench_gpu.environment, "write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        run(tmp_path, "--arms", "quire")
+    out = capsys.readouterr().out
+    assert "Decode, ms a step" in out
+    assert "Written" not in out
+
+
 def test_vllms_process_has_its_own_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     args = parse_args(["--vllm-path", str(tmp_path), "--vllm-env", "LD_LIBRARY_PATH=", "--vllm-env", "A=b=c"])

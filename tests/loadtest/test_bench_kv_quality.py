@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
+from loadtest import bench_kv_quality
 from loadtest.bench_kv_quality import Scorer, Scores, parse_args, perplexity, python_text, same_tokens, spread
 from mlx_engine.paged_model import PagedModel
 from tests.parity.tiny_models import TINY, VOCAB, build
@@ -61,3 +64,33 @@ def test_scores_are_the_models_own_losses_whatever_path_a_token_takes() -> None:
     coarse = Scorer(PagedModel(build(TINY["llama_biases"])), windows, mx.float32, mx.int8).run(decode_tokens=9)
     difference = np.array(coarse["decode rows"][0].losses) - scores["decode rows"][0].losses
     assert 0 < np.abs(difference).max() < 0.2
+
+
+def test_a_type_that_no_engine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_args(["--dtype", "float32"]).dtype == "float32"
+    with pytest.raises(SystemExit):
+        parse_args(["--dtype", "foo"])
+    assert "argument --dtype: invalid choice: 'foo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "16,90000"], "--prompt-tokens and --output-tokens make 90008 tokens, and the model was"),
+        (["--context", "90000"], "--context makes 90000 tokens, and the model was made for"),
+        (["--prompts", "90000"], "tokens, fewer than 90000 times 16"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("begun")
+
+    monkeypatch.setattr(bench_kv_quality, "score_text", measured)
+    assert bench_kv_quality.main(["--quick", "--out", str(tmp_path / "kv.json"), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -63,9 +63,33 @@ def test_a_case_may_follow_one_that_was_ended_half_way(monkeypatch: pytest.Monke
 
 def test_sequences_that_end_too_soon_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _, loop, _ = make(monkeypatch)
+    # Admitted one a step, the first of three is two tokens ahead of the last.
+    loop.decode_begin(batch=3, context=10, max_tokens=8, seed=0)
+    with pytest.raises(RuntimeError, match="1 of 3 sequences ended before the round was over"):
+        loop.decode_round(steps=5, skip=0)
+    with pytest.raises(RuntimeError, match="1 of 3 sequences ended"):
+        loop.decode_round(steps=1, skip=0)
+    loop.end()
+    loop.decode_begin(batch=3, context=10, max_tokens=2, seed=0)
+    with pytest.raises(RuntimeError, match="2 of 3 sequences ended"):
+        loop.decode_round(steps=1, skip=0)
+
+
+def test_sequences_may_end_with_a_rounds_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper, loop, _ = make(monkeypatch)
     loop.decode_begin(batch=1, context=10, max_tokens=5, seed=0)
-    with pytest.raises(RuntimeError, match="the engine is idle"):
-        loop.decode_round(steps=10, skip=0)
+    assert loop.decode_round(steps=3, skip=0)["gaps_ms"] == [1000.0] * 3
+    assert not stepper.busy()
+
+
+@pytest.mark.parametrize("drafts_from", [2, 5])
+def test_steps_of_several_tokens_are_refused(drafts_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, loop, _ = make(monkeypatch, drafts_from=drafts_from)
+    with pytest.raises(RuntimeError, match=r"gave a sequence 3 tokens.*make bench-drafts"):  # noqa: PT012
+        loop.decode_begin(batch=2, context=10, max_tokens=100, seed=0)
+        loop.decode_round(steps=5, skip=0)
+    loop.end()
+    assert loop.arrivals([(0.0, 5, 6)], temperature=0.0, seed=0, limit_s=10.0)["output_tokens"] == 6
 
 
 def test_prefill_ends_when_every_prompt_has_its_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,17 @@ def test_a_worker_that_dies_says_its_last_words(tmp_path: Path) -> None:
             worker.call("echo", 60)
 
 
+@pytest.mark.parametrize(
+    "module", ["bench_decode", "bench_kernels", "bench_kv_quality", "worker_gpu_quire", "worker_quire"]
+)
+def test_programs_with_our_engine_import_it_before_mlx(module: str) -> None:
+    """Else MLX's products run on its own slow BLAS on a CPU."""
+    code = f"import loadtest.{module}, mlx_engine.blas; print(mlx_engine.blas.preload_openblas().message)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout.startswith("BLAS: ")
+    assert "mlx.core was imported before" not in run.stdout + run.stderr
+
+
 def test_the_peers_process_holds_nothing_of_ours_but_the_blas_loader() -> None:
     code = (
         "import loadtest.worker_mlx_lm as w; from loadtest.worker_protocol import foreign_modules as f;"
