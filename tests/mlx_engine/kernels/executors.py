@@ -196,7 +196,7 @@ def _entry(function: str, arguments: Sequence[str]) -> str:
 def _standard_headers() -> str:
     """The C++ library's headers, compiled beforehand: half of the time that a kernel takes to compile."""
     header = Path(_LIBRARIES.name, "standard.h")
-    names = ("algorithm", "cmath", "cstdint", "cstring", "functional", "ucontext.h", "vector")
+    names = ("cmath", "cstdint", "cstring", "deque", "setjmp.h", "ucontext.h", "vector")
     header.write_text("#pragma once\n" + "".join(f"#include <{name}>\n" for name in names))
     command = [*_COMPILER, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
     subprocess.run(command, check=True, timeout=120)
@@ -204,12 +204,21 @@ def _standard_headers() -> str:
 
 
 @functools.cache
+def _fibers() -> str:
+    """What runs threadgroups, compiled."""
+    target = Path(_LIBRARIES.name, "simt.o")
+    command = [*_COMPILER, "-c", str(_KERNELS / "simt.cpp"), "-o", str(target)]
+    subprocess.run(command, check=True, timeout=120)
+    return str(target)
+
+
+@functools.cache
 def _library(source: str) -> Callable[..., int]:
     stem = hashlib.sha256(source.encode()).hexdigest()[:16]
     text, library = Path(_LIBRARIES.name, f"{stem}.cpp"), Path(_LIBRARIES.name, f"{stem}.so")
     text.write_text(source)
-    command = [*_COMPILER, "-shared", "-include", _standard_headers(), f"-I{_KERNELS}", f"-I{_HERE}", str(text)]
-    subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
+    options = ["-shared", "-include", _standard_headers(), f"-I{_KERNELS}", f"-I{_HERE}"]
+    subprocess.run([*_COMPILER, *options, str(text), _fibers(), "-o", str(library)], check=True, timeout=120)
     run: Callable[..., int] = ctypes.CDLL(str(library)).run
     return run
 
