@@ -22,7 +22,7 @@ from typing import Any, get_args
 from loadtest import environment
 from loadtest.gpu_cases import BLOCK_SIZE, Case, CaseResult, Kind, Settings, plan, render, run_case
 from loadtest.options import exit_on_sigterm, int_list, key_value, merged, positive_int, result_file
-from loadtest.shapes import SHAPES, TINY, kv_bytes_per_token, llama_config
+from loadtest.shapes import SHAPES, kv_bytes_per_token, llama_config
 from loadtest.workers import Worker, WorkerError
 
 ARMS = {
@@ -38,9 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_gpu", description=__doc__)
     add = parser.add_argument
-    add(
-        "--shape", choices=[*SHAPES, "tiny"], default="llama-1b", help="of the model; tiny runs on a CPU too (llama-1b)"
-    )
+    add("--shape", choices=SHAPES, default="llama-1b", help="of the model; tiny runs on a CPU too (llama-1b)")
     add("--arms", default="quire,vllm,mlx-lm", help="in the order of their turns (default: quire,vllm,mlx-lm)")
     add("--mixed-arms", default="quire,vllm", help="those that serve mixed traffic (default: quire,vllm)")
     add("--cases", default="decode,prefill,mixed", help="kinds, in order (default: decode,prefill,mixed)")
@@ -144,7 +142,7 @@ def fitting(
     limit = args.kv_gib * 2**30
     fit, skipped = [], []
     for case in cases:
-        needed = case.pool_tokens(settings, args.max_num_seqs) * kv_bytes_per_token(shape_of(args))
+        needed = case.pool_tokens(settings, args.max_num_seqs) * kv_bytes_per_token(SHAPES[args.shape])
         if case.kind != "mixed" and needed > limit:
             reason = f"its K/V takes {needed / 2**30:.1f} GiB in each arm, and --kv-gib is {args.kv_gib}"
             skipped.append({"case": case.name, "reason": reason})
@@ -153,15 +151,10 @@ def fitting(
     return fit, skipped
 
 
-def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The model's shape."""
-    return TINY if args.shape == "tiny" else SHAPES[args.shape]
-
-
 def engine_options(cases: Sequence[Case], args: argparse.Namespace, settings: Settings) -> dict[str, dict[str, Any]]:
     """What each arm is built with: pools of one size, limits of one kind."""
     longest = max(case.sequence_tokens(settings) for case in cases)
-    per_token = kv_bytes_per_token(shape_of(args))
+    per_token = kv_bytes_per_token(SHAPES[args.shape])
     most = args.kv_gib * 2**30 // per_token
     tokens = min(most, max(longest, *(case.pool_tokens(settings, args.max_num_seqs) for case in cases)))
     blocks = tokens // BLOCK_SIZE + _SPARE_BLOCKS
@@ -305,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = Arms({name: ARMS[name] for name in args.arms}, args.out.parent, began + args.budget_s + _GRACE_S)
     results: list[CaseResult] = []
     try:
-        model = llama_config(shape_of(args))
+        model = llama_config(SHAPES[args.shape])
         builds = {name: {"model": model, "engine": options[name]} for name in args.arms}
         arms.start(builds, launch, min(args.start_timeout_s, args.budget_s))
         for name, found in arms.described.items():

@@ -25,17 +25,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": False,
     },
-}
-# Runs anywhere, to see that a benchmark works.
-TINY = {
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "tie_word_embeddings": True,
+    # Runs anywhere, to see that a benchmark works.
+    "tiny": {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -65,8 +65,8 @@ def use_huge_pages(arrays: Iterable[mx.array]) -> int:
     if not sys.platform.startswith("linux"):
         return 0
     large = [array for array in arrays if array.dtype == mx.float32 and array.nbytes >= _HUGE_PAGE]
-    spans = sorted((np.array(array, copy=False).ctypes.data, array.nbytes) for array in large)
-    starts = [start for start, _ in spans]
+    starts = [np.array(array, copy=False).ctypes.data for array in large]
+    spans = sorted((start, start + array.nbytes) for start, array in zip(starts, large, strict=True))
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     asked = 0
@@ -74,8 +74,8 @@ def use_huge_pages(arrays: Iterable[mx.array]) -> int:
         span, permissions, *_ = line.split()
         low, high = (int(part, 16) for part in span.split("-"))
         # An array may lie in several mappings, where a part of its memory was marked for a former owner.
-        begun = bisect.bisect_left(starts, high)
-        if begun == 0 or sum(spans[begun - 1]) <= low or permissions != "rw-p":
+        begun = bisect.bisect_left(spans, (high, 0))
+        if begun == 0 or spans[begun - 1][1] <= low or permissions != "rw-p":
             continue
         low, high = -(-low // _HUGE_PAGE) * _HUGE_PAGE, high // _HUGE_PAGE * _HUGE_PAGE
         # A kernel that can't (before 6.1 it can't collapse) says so and leaves the pages as they are.

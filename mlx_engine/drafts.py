@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_engine.interfaces import Drafter
@@ -48,6 +49,8 @@ class DraftSource:
             self._reject(error)
 
     def _checked(self, guess: Any, wanted: int) -> tuple[int, ...]:
+        if not isinstance(guess, Sequence):
+            raise TypeError(f"propose gave a {type(guess).__name__}, which is no sequence")
         if len(guess) > wanted:
             raise ValueError(f"propose gave {len(guess)} tokens when asked for {wanted} at most")
         tokens = tuple(map(operator.index, guess))

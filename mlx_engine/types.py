@@ -277,9 +277,8 @@ class EngineStats:
     wasted_tokens: int  # sampled one step after the end, dropped
     rejected_proposals: int  # proposals of the scheduler policy or the drafter that made no sense
     stalled_steps: int  # steps in which the policy named nothing though nothing else could move
-    dispatch: Mapping[str, int] = field(
-        default_factory=dict
-    )  # calls of a layer's attention by path; of compiled and recorded steps, steps
+    # Calls of a layer's attention by path; of compiled and recorded steps, steps.
+    dispatch: Mapping[str, int] = field(default_factory=dict)
     draft_tokens: int = 0  # guessed by the drafter and run
     accepted_draft_tokens: int = 0  # of those, right and kept
 

@@ -180,21 +180,19 @@ class GatherStep:
 
     batch: InputBatch
     block_size: int
-    _cache: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def decode_groups(self) -> tuple[DecodeGroup, ...]:
         """See InputBatch. Not looked at where kernels read the decode rows."""
-        if "groups" not in self._cache:
-            self._cache["groups"] = self.batch.decode_groups
-        return self._cache["groups"]  # type: ignore[no-any-return]
+        groups: tuple[DecodeGroup, ...] = self._once("groups", lambda: self.batch.decode_groups)
+        return groups
 
     @property
     def order(self) -> mx.array | None:
         """[T] puts the parts' rows back in batch order; None: they are."""
-        if "order" not in self._cache:
-            self._cache["order"] = self._make_order()
-        return self._cache["order"]  # type: ignore[no-any-return]
+        order: mx.array | None = self._once("order", self._make_order)
+        return order
 
     def _make_order(self) -> mx.array | None:
         groups = self.decode_groups
@@ -210,32 +208,31 @@ class GatherStep:
         return group.rows.shape == (self.batch.num_rows, 1)
 
     def rows(self, group: DecodeGroup) -> mx.array:
-        key = ("rows", id(group))
-        if key not in self._cache:
-            self._cache[key] = mx.array(group.rows.ravel())
-        return self._cache[key]  # type: ignore[no-any-return]
+        rows: mx.array = self._once(("rows", id(group)), lambda: mx.array(group.rows.ravel()))
+        return rows
 
     def slots(self, num_kv_heads: int) -> mx.array:
         """[T, num_kv_heads] pool rows that the step writes."""
-        key = ("slots", num_kv_heads)
-        if key not in self._cache:
-            block, offset = np.divmod(self.batch.slot_mapping, self.block_size)
-            heads = np.arange(num_kv_heads)
-            rows = (block[:, None] * num_kv_heads + heads) * self.block_size + offset[:, None]
-            self._cache[key] = mx.array(rows.astype(np.uint32))
-        return self._cache[key]  # type: ignore[no-any-return]
+        slots: mx.array = self._once(("slots", num_kv_heads), lambda: self._make_slots(num_kv_heads))
+        return slots
+
+    def _make_slots(self, num_kv_heads: int) -> mx.array:
+        block, offset = np.divmod(self.batch.slot_mapping, self.block_size)
+        rows = (block[:, None] * num_kv_heads + np.arange(num_kv_heads)) * self.block_size + offset[:, None]
+        return mx.array(rows.astype(np.uint32))
 
     def pages(self, group: DecodeGroup, window: int | None) -> Pages:
-        key = ("pages", id(group), window)
-        if key not in self._cache:
-            self._cache[key] = _pages(group, window, self.block_size)
-        return self._cache[key]  # type: ignore[no-any-return]
+        pages: Pages = self._once(("pages", id(group), window), lambda: _pages(group, window, self.block_size))
+        return pages
 
     def context(self, chunk: PrefillChunk, window: int | None) -> Context:
-        key = ("context", id(chunk), window)
-        if key not in self._cache:
-            self._cache[key] = _context(chunk, window, self.block_size)
-        return self._cache[key]  # type: ignore[no-any-return]
+        context: Context = self._once(("context", id(chunk), window), lambda: _context(chunk, window, self.block_size))
+        return context
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def _pages(group: DecodeGroup, window: int | None, block_size: int) -> Pages:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_engine.config import EngineConfig
@@ -26,28 +27,27 @@ class _Watched(Drafter):
         self.failure: Exception | None = None  # the first: an engine goes on without drafts
 
     def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
-        try:
-            return self._propose(request_id, token_ids, max_tokens, num_pending)
-        except Exception as error:
-            self.failure = self.failure or error
-            raise
-
-    def _propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Sequence[int]:
         before = list(token_ids)
-        guess = self._drafter.propose(request_id, token_ids, max_tokens, num_pending)
-        assert list(token_ids) == before, "propose changed the token ids that it was given"
-        assert isinstance(guess, Sequence), f"propose returned {type(guess).__name__}, not a sequence"
-        assert len(guess) <= max_tokens, f"propose returned {len(guess)} tokens when asked for {max_tokens}"
-        for token in guess:
-            assert isinstance(token, int), f"propose returned {token!r}, which is no token id"
-            assert 0 <= token < _VOCAB_SIZE, f"propose returned {token} for a vocabulary of {_VOCAB_SIZE}"
+        with self._noted():
+            guess = self._drafter.propose(request_id, token_ids, max_tokens, num_pending)
+            assert list(token_ids) == before, "propose changed the token ids that it was given"
+            assert isinstance(guess, Sequence), f"propose returned {type(guess).__name__}, not a sequence"
+            assert len(guess) <= max_tokens, f"propose returned {len(guess)} tokens when asked for {max_tokens}"
+            for token in guess:
+                assert isinstance(token, int), f"propose returned {token!r}, which is no token id"
+                assert 0 <= token < _VOCAB_SIZE, f"propose returned {token} for a vocabulary of {_VOCAB_SIZE}"
         self.trace.append((request_id, tuple(guess)))
         return guess
 
     def on_request_finished(self, request_id: str) -> None:
         self.num_finished += 1
-        try:
+        with self._noted():
             self._drafter.on_request_finished(request_id)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self.failure = self.failure or error
             raise

@@ -302,3 +302,18 @@ def test_a_step_checks_sixteen_at_most_and_fewer_where_others_wait_for_blocks() 
             engine.add_request(Request("b", (1, 2, 3) * 20, SamplingParams(max_tokens=1, temperature=0.0)))
     assert counts[:2] == [1, 17]
     assert counts[2:] == [4] * 6
+
+
+@pytest.mark.parametrize("guess", [{1, 2}, {1: 1}, np.array([1, 2]), "ab", None, [1.0]], ids=str)
+def test_what_is_no_sequence_of_token_ids_is_dropped_and_counted(guess: Any) -> None:
+    class Odd(Right):
+        def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int, num_pending: int) -> Any:
+            return guess
+
+    config = EngineConfig(num_blocks=40, block_size=4, max_num_seqs=1, max_num_batched_tokens=10)
+    engine = build_simulated_engine(config, vocab_size=VOCAB, drafter=Odd(VOCAB, lambda request_id: "", 0)).engine
+    engine.add_request(Request("a", (1, 2, 3), SamplingParams(max_tokens=4, temperature=0.0)))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats().draft_tokens == 0
+    assert engine.stats().rejected_proposals > 0

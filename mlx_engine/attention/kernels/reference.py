@@ -227,6 +227,12 @@ def relative_error(got: mx.array, expected: Array) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
 
+def decode_error(case: DecodeCase) -> float:
+    """Of the decode kernels."""
+    inputs = make_inputs(case)
+    return relative_error(run(case, inputs)[0], decode(case, inputs))
+
+
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 
@@ -306,6 +312,11 @@ CHUNK_CASES = (
 )
 
 
+def chunks_error(case: ChunkCase) -> float:
+    """Of the prefill kernel."""
+    return relative_error(*run_chunks(case))
+
+
 def run_chunks(case: ChunkCase, seed: int = 0) -> tuple[mx.array, Array]:
     """What the prefill kernel gives for random chunks, and what it must give, in float64."""
     rng = np.random.default_rng(seed)
@@ -321,11 +332,12 @@ def run_chunks(case: ChunkCase, seed: int = 0) -> tuple[mx.array, Array]:
     for (start, n), blocks in zip(case.chunks, needed, strict=True):
         table = ids[first_id : first_id + blocks]
         chunks.append(PrefillChunk(first_row, n, start, table))
-        for token in range(case.first_seen(start), start + n):
-            block, offset = table[token // case.block_size], token % case.block_size
-            drawn = _exact(draw(case.num_kv_heads, case.key_head_dim)) * (1 + case.growth * token)
-            keys[block, :, offset] = _exact(_array(drawn, case.dtype))
-            values[block, :, offset] = _exact(draw(case.num_kv_heads, case.value_head_dim))
+        tokens = np.arange(case.first_seen(start), start + n)
+        block, offset = table[tokens // case.block_size], tokens % case.block_size
+        drawn = rng.standard_normal((len(tokens), case.num_kv_heads, case.key_head_dim))
+        drawn *= 1 + case.growth * tokens[:, None, None]
+        keys[block, :, offset] = _exact(_array(drawn, case.dtype))
+        values[block, :, offset] = _exact(draw(len(tokens), case.num_kv_heads, case.value_head_dim))
         first_row, first_id = first_row + n, first_id + blocks
     spec = LayerKVSpec(case.num_kv_heads, case.key_head_dim, case.value_head_dim)
     pool = LayerPool.zeros(spec, shape[0], case.block_size, case.dtype, case.dtype)
@@ -348,13 +360,14 @@ def run_chunks(case: ChunkCase, seed: int = 0) -> tuple[mx.array, Array]:
     )
     expected = np.zeros(out.shape)
     group = case.num_heads // case.num_kv_heads
+    exact_queries, exact_sinks = _exact(queries), None if sinks is None else _exact(sinks)
     for chunk in chunks:
         for i, head in itertools.product(range(chunk.num_tokens), range(case.num_heads)):
             tokens = np.arange(case.first_seen(chunk.start + i), chunk.start + i + 1)
             place = chunk.block_table[tokens // case.block_size], head // group, tokens % case.block_size
             row = chunk.first_row - 3 + i
-            sink = None if sinks is None else _exact(sinks)[head]
+            sink = None if exact_sinks is None else exact_sinks[head]
             expected[row, head] = _attention(
-                _exact(queries[row, head]), keys[place], values[place], case.scale, case.soft_cap, sink
+                exact_queries[row, head], keys[place], values[place], case.scale, case.soft_cap, sink
             )
     return out, expected

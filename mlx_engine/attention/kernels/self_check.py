@@ -34,20 +34,11 @@ def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.
         case = reference.DecodeCase(
             3, *heads, block_size, max_len, dtype, splits=splits, min_span=MIN_TOKENS, quantized=kv_dtype == mx.int8
         )
-        _check(name, dtype, partial(_decode_error, case))
+        _check(name, dtype, partial(reference.decode_error, case))
     kernels = PagedKernels(*heads, block_size, dtype)
     if kernels.uses_matrix(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
         chunks = reference.ChunkCase(_CHUNKS, *heads, block_size, dtype=dtype)
-        _check("attention of prefill chunks", dtype, partial(_chunks_error, chunks))
-
-
-def _decode_error(case: reference.DecodeCase) -> float:
-    inputs = reference.make_inputs(case)
-    return reference.relative_error(reference.run(case, inputs)[0], reference.decode(case, inputs))
-
-
-def _chunks_error(case: reference.ChunkCase) -> float:
-    return reference.relative_error(*reference.run_chunks(case))
+        _check("attention of prefill chunks", dtype, partial(reference.chunks_error, chunks))
 
 
 def _check(name: str, dtype: mx.Dtype, measure: Callable[[], float]) -> None:

@@ -77,8 +77,8 @@ _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
     "decode_matrix": ("{}_matrix.h",),
     "decode_matrix_split": ("{}_matrix.h",),
     "gate": ("{}_matrix.h",),
-    "prefill": ("{}_matrix.h", "weights.inc", "products.inc"),
-    "prefill_warpgroup": ("{}_matrix.h", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
+    "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),
+    "prefill_warpgroup": ("{}_matrix.h", "panels.inc", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
 }
 
 
