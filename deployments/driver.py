@@ -9,6 +9,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,6 +39,10 @@ IMPORT_PATH = "deployments.app:build_app"
 # Actors reserve fractions of a CPU; more in Ray's books would only make it start workers that nobody uses.
 _DEFAULT_NUM_CPUS = 2
 _POLL_S = 0.5
+# HAProxy's own words, in the middle of what Serve raises.
+_BIND_FAILURE = re.compile(
+    r"for (proxy|frontend) (?P<what>\S+): cannot bind socket \((?P<why>.+?)\) for \[(?P<where>.+)\]"
+)
 
 
 class RayStartError(Exception):
@@ -90,6 +95,10 @@ def _serve(path: Path, *, num_cpus: int, dashboard: bool) -> int:
         pass  # how `serve run` ends
     except RayStartError as error:
         watcher.failure = str(error)
+    except RuntimeError as error:
+        watcher.failure = bind_failure(str(error))
+        if watcher.failure is None:
+            raise
     finally:
         watcher.stop()
         ray.shutdown()
@@ -147,6 +156,17 @@ def _check_address(host: str, port: int) -> None:
                 f"port {port} on {host} is in use: end what listens there, or set another http_options.port"
             ) from error
         raise ConfigError(f"http_options: can't listen on {host}, port {port}: {error.strerror or error}") from error
+
+
+def bind_failure(message: str) -> str | None:
+    """What to tell if HAProxy couldn't listen, which is seen only once Ray runs; None: the error is another one."""
+    found = _BIND_FAILURE.search(message)
+    if found is None:
+        return None
+    return (
+        f"HAProxy can't listen on {found['where']} (its {found['what']}): {found['why']}. Start again, which looks for"
+        " free ports, or set http_options.port or the RAY_SERVE_HAPROXY_…_PORT that you have set to another one"
+    )
 
 
 def _check_serve_keys(content: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import resource
 import shlex
 import socket
@@ -24,6 +25,10 @@ _PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
+# Where others are looked for. Systems deal the ports of outgoing connections, and of Ray's own processes, from 32768 or
+# 49152 up; HAProxy binds its own only many seconds after they were chosen.
+_OTHER_PORTS = range(20000, 30000)
+_TRIES = 100
 _PAGES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 # By default these lie in one folder for all users of the machine, which belongs to whoever came first.
 _FILES = {
@@ -119,12 +124,11 @@ def _runs(binary: Path) -> bool:
 
 def _free_port(preferred: int) -> int:
     """The port, or another one if it is taken."""
-    for port in (preferred, 0):
+    for port in (preferred, *random.sample(_OTHER_PORTS, _TRIES)):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-            number: int = probe.getsockname()[1]
-            return number
+        return port
     return preferred

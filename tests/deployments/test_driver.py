@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.driver import ServeConfig, Watcher, main, read_config
+from deployments import haproxy
+from deployments.driver import ServeConfig, Watcher, bind_failure, main, read_config
 from mlx_engine.errors import ConfigError
 from tests.deployments.fakes import DEADLINE_S
 
@@ -87,6 +88,21 @@ def test_a_port_in_use_is_said_before_ray_starts(tmp_path: Path, capsys: pytest.
         port = taken.getsockname()[1]
         assert main([str(write(tmp_path, {"applications": [APP], "http_options": {"port": port}}))]) == 1
     assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(haproxy.bundled_binary() is None, reason="Ray ships no HAProxy here")
+def test_a_port_that_is_taken_while_ray_starts_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(f"defaults\n  mode http\n  timeout client 1s\nfrontend prometheus\n  bind {where}\n")
+        ended = subprocess.run(
+            [str(haproxy.bundled_binary()), "-f", str(config)], capture_output=True, text=True, timeout=60, check=False
+        )
+    failure = bind_failure(f"HAProxy crashed during startup: {ended.stderr}")
+    assert failure is not None
+    assert failure.startswith(f"HAProxy can't listen on {where} (its prometheus): Address already in use. ")
+    assert bind_failure("HAProxy crashed during startup: exit code 1") is None
 
 
 def test_a_port_in_use_is_serves_own_matter_in_a_ray_of_somebody_elses(

@@ -18,6 +18,8 @@ import httpx
 import pytest
 import yaml
 
+from loadtest.serve_process import free_ports
+
 ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2-135M-Instruct"
 START_S = 240.0  # generous: CI shares two cores
@@ -25,9 +27,8 @@ DEADLINE_S = 60.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody is dealt before the server binds it."""
+    return free_ports(1)[0]
 
 
 def write_config(folder: Path, port: int, **changes: Any) -> Path:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 from loadtest.load.options import SCENARIOS
+from loadtest.serve_process import free_ports
 from tests.loadtest.test_locust import ROOT, timed_server
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -32,9 +32,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium (Debi
 @pytest.fixture
 def ui() -> Iterator[str]:
     """The URL of a Locust that has not begun yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(1)[0]
     with ExitStack() as stack:
         host = os.environ.get("QUIRE_LOAD_HOST") or stack.enter_context(timed_server(ttft=0.1, itl=0.02))
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", host,
