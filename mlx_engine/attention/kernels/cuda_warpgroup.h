@@ -13,16 +13,7 @@
 
 namespace quire {
 
-// Where a matrix of 64 columns begins in shared memory, in pieces of 16 bytes: lines have 8 of them, in the order of the
-// hardware's widest layout, whose 8 lines begin at a multiple of 1,024 bytes.
-typedef unsigned long long MatrixPlace;
-__device__ inline MatrixPlace matrix_place(const Raw* pointer) {
-  constexpr unsigned long long EIGHT_LINES = 1024 >> 4;
-  constexpr unsigned long long LAYOUT = 1;
-  return (shared_address(pointer) & 0x3ffff) >> 4 | 1ull << 16 | EIGHT_LINES << 32 | LAYOUT << 62;
-}
-
-// sums [64, 64] (+)= rows [64, 16] times a matrix: its lines as columns, or its lines as they are.
+// sums [64, 64] (+)= rows [64, 16] times the matrix of `matrix_place`: its lines as columns, or its lines as they are.
 template <typename T>
 struct WideMatrix;
 
@@ -50,5 +41,6 @@ __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 __device__ inline void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+__device__ inline void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 
 }  // namespace quire

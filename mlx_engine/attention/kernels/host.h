@@ -10,7 +10,9 @@
 #define QUIRE_FUNCTION inline
 #define QUIRE_DEVICE
 #define QUIRE_SHARED static thread_local
-#define QUIRE_DYNAMIC_SHARED(name, pieces) alignas(1024) static thread_local quire::Raw name[pieces]
+#define QUIRE_DYNAMIC_SHARED(name, pieces)                     \
+  alignas(1024) static thread_local quire::Raw name[pieces]; \
+  quire::dynamic_shared() = name
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
 #define QUIRE_UNROLL
 #define QUIRE_BARRIER() simt::Threadgroup::current_group()->barrier()
@@ -38,6 +40,12 @@ using half_types::float16;
 struct Raw {
   uint32_t words[4];
 };
+
+// Where the running threadgroup's begins.
+inline const Raw*& dynamic_shared() {
+  static thread_local const Raw* begin;
+  return begin;
+}
 
 template <typename T>
 Raw load16(const T* source) {

@@ -40,6 +40,9 @@ void store4(T* target, unsigned word) {
   std::memcpy(target, &word, 4);
 }
 
+// As on GPUs, which keep the first 1,024 bytes for themselves.
+inline unsigned shared_address(const Raw* pointer) { return 1024 + unsigned(pointer - dynamic_shared()) * 16; }
+
 inline void load_matrices(const Raw* row, unsigned (&words)[4], bool transposed) {
   const uint64_t address = reinterpret_cast<uint64_t>(row);
   const uint32_t mine[2] = {uint32_t(address), uint32_t(address >> 32)};

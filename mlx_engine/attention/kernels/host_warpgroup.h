@@ -1,18 +1,20 @@
 // The matrix instructions of `cuda_warpgroup.h`, on the host, which reads shared memory where the hardware would.
 namespace quire {
 
-typedef const Raw* MatrixPlace;
-inline MatrixPlace matrix_place(const Raw* pointer) { return pointer; }
-
 template <typename T>
 struct WideMatrix {
-  // Of the matrix that begins there: lines of 128 bytes, whose pieces of 16 bytes are exchanged by the address's bits 7
-  // to 9.
-  static float at(MatrixPlace lines, int line, int column) {
-    uint64_t address = reinterpret_cast<uint64_t>(lines) + line * 128 + column * 2;
+  // What the hardware takes for an element of the matrix: by its descriptor's fields, in the layout of lines of 128 bytes
+  // (the only one here), whose pieces of 16 bytes are exchanged by the address's bits 7 to 9.
+  static float at(MatrixPlace place, int line, int column) {
+    const unsigned begin = (place & 0x3fff) * 16;
+    const unsigned eight_lines = (place >> 32 & 0x3fff) * 16;
+    if (place >> 62 != 1 || (place >> 49 & 7) != 0) {
+      return NAN;
+    }
+    unsigned address = begin + line / 8 * eight_lines + line % 8 * 128 + column * 2;
     address ^= (address >> 7 & 7) << 4;
     T value;
-    std::memcpy(&value, reinterpret_cast<const void*>(address), 2);
+    std::memcpy(&value, reinterpret_cast<const char*>(dynamic_shared()) + address - 1024, 2);
     return float(value);
   }
 
@@ -45,6 +47,7 @@ inline void begin_products() {}
 inline void end_products() {}
 template <int LEFT>
 void wait_for_products() {}
-inline void pin(float&) {}
+template <typename Value>
+void pin(Value&) {}
 
 }  // namespace quire

@@ -307,6 +307,8 @@ CHUNK_CASES = (
     ChunkCase(((3, 30),), soft_cap=2.0, num_heads=2),
     ChunkCase(((0, 21), (40, 2)), has_sinks=True, window=16),
     ChunkCase(((9, 18),), num_heads=2, key_head_dim=128, value_head_dim=128),
+    ChunkCase(((250, 18),), num_heads=2, key_head_dim=128, value_head_dim=128, dtype=mx.float16, growth=0.2),
+    ChunkCase(((130, 9),), num_heads=2, key_head_dim=64, value_head_dim=128, has_sinks=True),
     ChunkCase(((0, 18),), num_heads=2, key_head_dim=80, value_head_dim=80, dtype=mx.float16),
     ChunkCase(((30, 18),), num_heads=2, key_head_dim=96, value_head_dim=48),
 )
