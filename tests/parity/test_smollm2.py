@@ -11,7 +11,7 @@ from tests.parity.prompts import PROMPTS
 from tests.parity.reference import SMOLLM2, references
 from tests.parity.runs import WAYS, Way, run
 
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 LONGEST = 400  # tokens of one request
 
 
