@@ -5,20 +5,24 @@ The arms are one engine each, with the same random weights: `recorded` (CUDA gra
 
 Tokens: greedy requests of mixed lengths that come and go, with chunks and preemptions, in each arm; where an arm's
 tokens part from gather's, the model itself is asked how far apart the two tokens' logits are. A gap that the type's
-rounding explains is a near tie, anything else is wrong; int8 has a rounding of its own and is only counted.
+rounding explains is a near tie, anything else is wrong; int8 has a rounding of its own and is only counted. Of gather,
+which shares the sampler and the kernels around attention with the others, each token is held against the model's best.
 
 Time: batches are prefilled once, and each round times steps in which every sequence gets a token, scheduler and
 sampler included; the arms take turns. --profile adds which kernels the first arm's step of the first case keeps the
-GPU busy with, and for how long it waits. Prints tables, writes JSON, and ends with 1 if tokens are wrong.
+GPU busy with, and for how long it waits. Prints tables, writes JSON after each case, and ends with 1 if tokens are
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,8 +129,23 @@ def parted(model: Any, prompt: Sequence[int], ours: Sequence[int], theirs: Seque
     }
 
 
+def far_from_best(model: Any, prompt: Sequence[int], answer: Sequence[int], dtype: str) -> list[dict[str, Any]]:
+    """The tokens of an answer that the model itself holds for worse than a near tie of its best one, each place."""
+    inputs = mx.array([[*prompt, *answer[:-1]]])
+    logits = model(inputs)[0, len(prompt) - 1 :].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(list(answer))[:, None], axis=-1).squeeze(-1)
+    below: Any = (logits.max(axis=-1) - chosen).tolist()
+    most: Any = mx.abs(logits).max(axis=-1).tolist()
+    ties = [_NEAR_TIE[dtype] * each for each in most]
+    return [
+        {"token": place, "below_best": gap, "near_tie": tie}
+        for place, (gap, tie) in enumerate(zip(below, ties, strict=True))
+        if not gap <= tie
+    ]
+
+
 def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """For each arm but gather: how many requests have gather's tokens, and where the others part from them."""
+    """For each arm: how many requests have gather's tokens (of gather, the model's), and where the others part."""
     source = random.Random(args.seed)
     lengths = [source.randint(1, args.longest) for _ in range(args.requests)]
     config = llama_config(SHAPES[args.shape])
@@ -144,7 +163,9 @@ def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         engine = build_engine(arm, args, **limits)
         answers[arm] = answer(engine, prompts, args.output_tokens)
         counters[arm] = QuireStepper(engine).counters()
+        # What is compiled refers to the model that it is a part of.
         del engine
+        gc.collect()
         mx.clear_cache()
         print(f"{arm}: {counters[arm]}", flush=True)
     mx.random.seed(args.seed)
@@ -152,13 +173,18 @@ def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     found = {}
     for arm in args.arms:
         if arm == "gather":
-            continue
-        different = [
-            {"request": i, **parted(model, prompt, ours, theirs, args.dtype)}
-            for i, (prompt, ours, theirs) in enumerate(zip(prompts, answers["gather"], answers[arm], strict=True))
-            if ours != theirs
-        ]
-        wrong = [each for each in different if max(each["gap"], each["below_best"]) > each["near_tie"]]
+            different = wrong = [
+                {"request": i, **places[0]}
+                for i, (prompt, ours) in enumerate(zip(prompts, answers[arm], strict=True))
+                if (places := far_from_best(model, prompt, ours, args.dtype))
+            ]
+        else:
+            different = [
+                {"request": i, **parted(model, prompt, ours, theirs, args.dtype)}
+                for i, (prompt, ours, theirs) in enumerate(zip(prompts, answers["gather"], answers[arm], strict=True))
+                if ours != theirs
+            ]
+            wrong = [each for each in different if max(each["gap"], each["below_best"]) > each["near_tie"]]
         found[arm] = {
             "requests": len(prompts),
             "same": len(prompts) - len(different),
@@ -169,10 +195,12 @@ def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def time_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """The arms' steps, by context and batch, and the profile if one is wanted."""
+def time_steps(
+    args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The arms' steps, by context and batch, and the profile if one is wanted. `keep` gets the cases as they come."""
     config = llama_config(SHAPES[args.shape])
-    span = (args.rounds + args.profile) * (args.steps + _SKIP + 2) + 8
+    span = max(args.rounds, 2) * (args.steps + _SKIP + 2) + 8
     longest = max(args.contexts) + span
     limits = {
         "num_blocks": max(args.batches) * (longest // _BLOCK_SIZE + 1) + 64,
@@ -182,7 +210,6 @@ def time_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
     }
     loops = {arm: StepLoop(QuireStepper(build_engine(arm, args, **limits)), config["vocab_size"]) for arm in args.arms}
     cases: list[dict[str, Any]] = []
-    profile = None
     for context in args.contexts:
         for batch in args.batches:
             begun = {arm: loop.decode_begin(batch, context, span, args.seed) for arm, loop in loops.items()}
@@ -190,18 +217,27 @@ def time_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
             for _ in range(args.rounds):
                 for arm, loop in loops.items():
                     rounds[arm].append(begun[arm] | loop.decode_round(args.steps, _SKIP))
-            if args.profile and profile is None:
-                arm, loop = next(iter(loops.items()))
-                profile = {"arm": arm, "context": context, "batch": batch} | profile_steps(
-                    partial(loop.decode_round, args.steps, 0), args.steps + 1
-                )
-                profile["step_ms"] = statistics.median(each["step_ms"] for each in rounds[arm])
             for arm, loop in loops.items():
                 loop.end()
                 step = statistics.median(each["step_ms"] for each in rounds[arm])
                 cases.append({"arm": arm, "context": context, "batch": batch, "step_ms": step, "rounds": rounds[arm]})
-                print(f"{arm}, {batch} x {context:,}: {step:.3f} ms", flush=True)
-    return cases, profile
+                print(f"{arm}, {batch} x {context:,}: {step:.3f} ms, {rounds[arm][-1]['counters']}", flush=True)
+            keep(cases)
+    # At the end: a profiler stays in the process that it was started in.
+    return cases, profile_of(cases[0], loops[cases[0]["arm"]], args) if args.profile else None
+
+
+def profile_of(case: Mapping[str, Any], loop: StepLoop, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Which kernels a step of this case runs; None, and a line that says why, if the profiler fails."""
+    loop.decode_begin(case["batch"], case["context"], 2 * (args.steps + _SKIP + 2) + 8, args.seed)
+    try:
+        profile = profile_steps(partial(loop.decode_round, args.steps, 0), args.steps + 1)
+    except (ImportError, RuntimeError) as error:
+        print(f"no profile: {error}", file=sys.stderr)
+        return None
+    finally:
+        loop.end()
+    return {name: case[name] for name in ("arm", "context", "batch", "step_ms")} | profile
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -213,7 +249,7 @@ def render(result: Mapping[str, Any]) -> str:
              "" if found["wrong"] is None else str(found["wrong"])]
             for arm, found in result["tokens"].items()
         ]  # fmt: skip
-        tables.append(markdown_table(["arm", "gather's tokens", "parted", "wrong"], rows))
+        tables.append(markdown_table(["arm", "gather's tokens (of gather: the model's)", "parted", "wrong"], rows))
     if result["cases"]:
         rows = [
             [case["arm"], f"{case['context']:,}", str(case["batch"]), number(case["step_ms"], 3),
@@ -243,8 +279,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.requests:
         result["tokens"] = compare_tokens(args)
         environment.write_json(args.out, result)
+
+    def keep(cases: list[dict[str, Any]]) -> None:
+        with contextlib.suppress(OSError):
+            environment.write_json(args.out, result | {"cases": cases})
+
     if not args.tokens_only:
-        result["cases"], result["profile"] = time_steps(args)
+        result["cases"], result["profile"] = time_steps(args, keep)
     device = result["device"].get("device_name", "")
     print(f"\n{environment.headline(result['environment'])}\n{args.shape}, {args.dtype}, {device}\n")
     print(render(result))

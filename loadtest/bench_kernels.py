@@ -1,19 +1,23 @@
 """The paged-attention kernels on this machine's GPU: right first, then how much of its bandwidth they reach.
 
-Every case of the kernels' tests is compared with float64, decode attention is timed over block tables in random order
-against a copy of device memory, and prefill chunks in both ways: our kernel on the pool, and MLX's attention on pages
-that were collected. On CUDA the calls are recorded, as the engine's steps are. Prints tables, writes JSON, and ends
-with 1 if a result is wrong.
+Every case of the kernels' tests is compared with float64, in several processes, since most of the time goes to their
+compilation. Decode attention is timed over block tables in random order against a copy of device memory, and prefill
+chunks in both ways: our kernel on the pool, and MLX's attention on pages that were collected. On CUDA the calls are
+recorded, as the engine's steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 # Before anything that imports MLX: OpenBLAS must come first.
@@ -37,6 +41,7 @@ from loadtest.tables import markdown_table, number
 _COPY_BYTES = 1 << 30
 _CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
 _CHUNK_CHAIN = 4
+_SAID = 2000  # characters that are kept of what a kernel raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +121,41 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench_kernels", description=__doc__)
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed runs of each, median taken (default: 7)")
     parser.add_argument("--sweep", action="store_true", help="time every number of splits, not only the chosen one")
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--jobs", type=positive_int, default=jobs, help=f"processes that check cases (default: {jobs})")
     parser.add_argument("--out", type=result_file, default="bench-results/kernels.json", help="where the JSON goes")
     return parser.parse_args(argv)
 
 
-def check() -> list[dict[str, Any]]:
-    """Each case of the tests, with what it should have been within."""
-    found: list[tuple[Any, float]] = [
-        (case, reference.decode_error(case))
+def checks() -> list[tuple[Any, Callable[[], float]]]:
+    """Each case of the tests that this GPU can run, with what measures its error."""
+    found: list[tuple[Any, Callable[[], float]]] = [
+        (case, partial(reference.decode_error, case))
         for dtype in reference.TOLERANCE
         for case in [*reference.cases(dtype), *reference.long_cases(dtype)]
     ]
     if texts.has_matrix_instructions():
-        found += [(case, reference.chunks_error(case)) for case in reference.CHUNK_CASES]
-    results = []
-    for case, error in found:
-        tolerance = reference.TOLERANCE[case.dtype]
-        results.append({"case": str(case), "error": error, "tolerance": tolerance, "right": bool(error < tolerance)})
-    return results
+        found += [(case, partial(reference.chunks_error, case)) for case in reference.CHUNK_CASES]
+    return found
+
+
+def check(index: int) -> dict[str, Any]:
+    """The error of one of `checks`, and what it should have been within; what the kernel raised if it can't run."""
+    case, measure = checks()[index]
+    tolerance = reference.TOLERANCE[case.dtype]
+    entry = {"case": str(case), "tolerance": tolerance}
+    try:
+        error = measure()
+    except RuntimeError as failure:
+        return entry | {"error": None, "raised": str(failure)[:_SAID], "right": False}
+    return entry | {"error": error, "right": bool(error < tolerance)}
+
+
+def check_all(jobs: int) -> list[dict[str, Any]]:
+    """`check` of each of them, in processes of their own."""
+    count = len(checks())
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(tqdm(pool.map(check, range(count)), total=count, unit="case", disable=None))
 
 
 def seconds(run: Callable[[], mx.array], rounds: int) -> list[float]:
@@ -277,11 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = new_result("kernels")
     if result is None:
         return 2
-    checks = check()
-    wrong = [entry for entry in checks if not entry["right"]]
-    print(f"{len(checks) - len(wrong)} of {len(checks)} cases are right")
+    checked = check_all(args.jobs)
+    wrong = [entry for entry in checked if not entry["right"]]
+    print(f"{len(checked) - len(wrong)} of {len(checked)} cases are right")
     for entry in wrong:
-        print(f"WRONG: error {entry['error']:.2g}, at most {entry['tolerance']:g}: {entry['case']}")
+        found = entry.get("raised") or f"error {entry['error']:.2g}, at most {entry['tolerance']:g}"
+        print(f"WRONG: {found}: {entry['case']}")
+    result["checks"] = checked
+    environment.write_json(args.out, result)
     bandwidth = copy_bandwidth(args.rounds)
     timings, rows = [], []
     for shape in tqdm(SHAPES, unit="shape", disable=None):
@@ -303,6 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     print(f"\n{environment.headline(result['environment'])}\ncopy: {bandwidth / 1e9:,.0f} GB/s\n")
     print(markdown_table(["sequences x tokens", "splits", "us", "GB/s", "of the copy", "target"], rows))
+    result |= {"copy_bytes_per_s": bandwidth, "timings": timings}
+    environment.write_json(args.out, result)
     chunk_timings, rows = [], []
     for chunks in tqdm(CHUNKS, unit="chunks", disable=None):
         times = time_chunks(chunks, args.rounds)
@@ -320,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     head = ["chunks x tokens", "paged, us", "collected + MLX's, us", "ratio", "paged, TFLOP/s", "MLX's first call, ms"]
     print(f"\n{markdown_table(head, rows)}")
-    result |= {"checks": checks, "copy_bytes_per_s": bandwidth, "timings": timings, "chunks": chunk_timings}
+    result["chunks"] = chunk_timings
     environment.write_json(args.out, result)
     print(f"\nWritten: {args.out}")
     return 1 if wrong else 0

@@ -101,12 +101,8 @@ class StepLoop:
         return {"step_ms": sum(taken) / len(taken), "gaps_ms": taken, "counters": self._counted(before)}
 
     def end(self) -> None:
-        """Ends all requests and lets the engine come to rest."""
-        if self._open:
-            self._stepper.abort(list(self._open))
-            self._open.clear()
-        while self._stepper.busy():
-            self._stepper.step()
+        """Ends all requests, lets the engine come to rest and give back what they left behind."""
+        self._come_to_rest()
         self._stepper.settle()
 
     def prefill(self, batch: int, context: int, seed: int) -> dict[str, Any]:
@@ -150,7 +146,8 @@ class StepLoop:
             for request_id, count in found:
                 times[place[request_id]] += [now] * count
         unfinished = len(self._open) + len(requests) - len(place)
-        self.end()
+        # Without settling: what a warm-up turn has allocated is there for the next one.
+        self._come_to_rest()
         tokens = sum(len(found) for found in times)
         return {
             "seconds": now,
@@ -168,6 +165,13 @@ class StepLoop:
         self._stepper.add(request_id, prompt, max_tokens, temperature)
         self._open[request_id] = max_tokens
         return request_id
+
+    def _come_to_rest(self) -> None:
+        if self._open:
+            self._stepper.abort(list(self._open))
+            self._open.clear()
+        while self._stepper.busy():
+            self._stepper.step()
 
     def _decode_step(self) -> list[tuple[str, int]]:
         """A step that gives no sequence more than a token. Raises RuntimeError, as _step does, where one gets more."""

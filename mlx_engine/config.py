@@ -34,7 +34,10 @@ class EngineConfig(BaseModel):
         0.5, gt=0, le=1, description="share of the memory left after weights and activations that KV may take"
     )
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens in a step, prefill and decode together")
+    # A GPU's grid has no more threadgroups in the direction that some kernels count a step's tokens in.
+    max_num_batched_tokens: int = Field(
+        512, ge=1, le=65535, description="tokens in a step, prefill and decode together"
+    )
     max_prefill_chunk: int | None = Field(
         None, ge=1, description="most prefill tokens of one request in a step; the token budget if null"
     )

@@ -227,10 +227,12 @@ class RecordedChunks:
         return out
 
     def _record(self, shape: _Shape) -> _Recording:
-        numbers = mx.array(np.concatenate(list(shape.padding().values()))[None])
+        padding = np.concatenate(list(shape.padding().values()))
+        numbers = mx.zeros((1, len(padding)), mx.int32)
         tables = mx.zeros((shape.num_decodes, shape.width), mx.int32)
         sampling = mx.zeros((shape.num_samples, NUM_OPTIONS + 1), mx.int32)
         mx.eval(numbers, tables, sampling)
+        self._graphs.write_rows(numbers, padding.tobytes(), 1, len(padding))
         try:
             graph = self._graphs.record(lambda: self._step(shape, numbers, tables, sampling))
         finally:

@@ -68,6 +68,22 @@ def test_other_tokens_are_near_ties_or_wrong(tmp_path: Path, monkeypatch: pytest
     assert result["cases"] == []
 
 
+def test_what_is_wrong_in_every_arm_is_seen_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench_decode.answer
+
+    def one_token_off(*arguments: Any) -> list[list[int]]:
+        tokens = right(*arguments)
+        tokens[4][7] = (tokens[4][7] + 1) % 1024
+        return tokens
+
+    monkeypatch.setattr(bench_decode, "answer", one_token_off)
+    status, result = run(tmp_path, "--tokens-only")
+    assert (status, result["tokens"]["fused"]["same"]) == (1, 10)
+    found = result["tokens"]["gather"]
+    assert (found["same"], found["wrong"]) == (9, 1)
+    assert (found["different"][0]["request"], found["different"][0]["token"]) == (4, 7)
+
+
 def test_the_profile_is_of_one_step_of_the_first_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +111,7 @@ def test_tables_are_printed_before_the_result_is_written(
         raise OSError("no space is left")
 
     monkeypatch.setattr(bench_decode.environment, "write_json", full)
-    monkeypatch.setattr(bench_decode, "time_steps", lambda args: ([{"arm": "fused", "context": 20, "batch": 1,
+    monkeypatch.setattr(bench_decode, "time_steps", lambda *_: ([{"arm": "fused", "context": 20, "batch": 1,
                                                                     "step_ms": 2.5, "rounds": []}], None))  # fmt: skip
     with pytest.raises(OSError, match="no space"):
         run(tmp_path, "--requests", "0")

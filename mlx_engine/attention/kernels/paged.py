@@ -28,11 +28,16 @@ _MAX_HEADS_MATRIX = 16
 # Threadgroups of `decode` that keep a GPU busy, the fewest tokens worth one, and the most that are never split: there
 # the second kernel costs what the first one saves.
 _WANTED_GROUPS = 1024
-_WANTED_GROUPS_MATRIX = 256  # a warp of theirs is done sooner
 MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
+# With few rows a threadgroup of matrix instructions is done sooner. Of many rows one may be longer than all others, and
+# be waited for: no part has more than so many tokens, as long as that doesn't take too many threadgroups. To many of
+# them short rows leave nothing to do.
+_WANTED_GROUPS_MATRIX = 256
+_LONGEST_PART = 4096
+_MOST_GROUPS = 4096
 _MAX_COPY_GROUPS = 256
 
 
@@ -44,11 +49,12 @@ def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
 def num_splits(num_groups: int, max_len: int, wanted_groups: int = _WANTED_GROUPS) -> int:
     """Into how many parts to split the tokens of as many threadgroups as there are without: a power of two.
 
-    Enough threadgroups, none with hardly a token.
+    Enough threadgroups, none with hardly a token or with far more than others.
     """
     if max_len <= _WHOLE_TOKENS:
         return 1
-    wanted = min(wanted_groups // max(num_groups, 1), max_len // MIN_TOKENS, _MAX_SPLITS)
+    needed = min(max_len // _LONGEST_PART, _MOST_GROUPS // max(num_groups, 1))
+    wanted = min(max(wanted_groups // max(num_groups, 1), needed), max_len // MIN_TOKENS, _MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
@@ -122,25 +128,26 @@ class PagedKernels:
             and all(dim % 8 == 0 and dim <= 128 for dim in dims)
         )
 
-    def decode_layout(self, num_rows: int, pool: LayerPool) -> tuple[int, int]:
-        """Query heads that a threadgroup of `decode` takes, and its warps.
+    def decode_layout(self, num_rows: int, pool: LayerPool, splits: bool) -> tuple[int, int]:
+        """Query heads that a threadgroup of `decode` takes, and its warps; `splits`: of several parts of a row.
 
-        With few rows there are more warps than a GPU has work for, and each does as little as can be.
+        With few rows there are more warps than a GPU has work for, and each does as little as can be. Parts give them
+        more work without reading K/V once for each of the heads.
         """
         group = self.num_heads // self.num_kv_heads
         num_groups = num_rows * self.num_kv_heads
         if self.uses_matrix(pool):
             heads = heads_per_group(group, _MAX_HEADS_MATRIX)
             return heads, 8 if num_groups * (group // heads) <= 2 * _FEW_GROUPS else 4
-        if num_groups <= _FEW_GROUPS:
+        if num_groups <= _FEW_GROUPS and not splits:
             return 1, 8
         return heads_per_group(group, _MAX_HEADS_QUANTIZED if pool.quantized else _MAX_HEADS), 4
 
     def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
         """Into how many parts to split the tokens of rows of up to max_len of them."""
-        heads, _ = self.decode_layout(num_rows, pool)
-        wanted = _WANTED_GROUPS_MATRIX if self.uses_matrix(pool) else _WANTED_GROUPS
-        return num_splits(num_rows * self.num_heads // heads, max_len, wanted)
+        heads, warps = self.decode_layout(num_rows, pool, splits=max_len > _WHOLE_TOKENS)
+        few = self.uses_matrix(pool) and warps == 8
+        return num_splits(num_rows * self.num_heads // heads, max_len, _WANTED_GROUPS_MATRIX if few else _WANTED_GROUPS)
 
     def decode(
         self,
@@ -168,7 +175,7 @@ class PagedKernels:
         """
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
-        heads, warps = self.decode_layout(num_rows, pool)
+        heads, warps = self.decode_layout(num_rows, pool, splits=splits > 1)
         kernel = "decode_matrix" if self.uses_matrix(pool) else "decode"
         params = _params(scale, soft_cap)
         inputs = [
@@ -218,6 +225,7 @@ class PagedKernels:
                 ("DV", self.value_head_dim),
                 ("NUM_HEADS", self.num_heads),
                 ("SINKS", sinks is not None),
+                ("MAX_PARTS", _MAX_SPLITS),
             ],
             grid=(_THREADS, self.num_heads, num_rows),
             threadgroup=(_THREADS, 1, 1),

@@ -5,16 +5,19 @@ They were written for GPUs that nobody has tried them on, too. What is compiled 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
 
-from mlx_engine.attention.kernels import reference
+from mlx_engine.attention.kernels import reference, texts
 from mlx_engine.attention.kernels.paged import MIN_TOKENS, PagedKernels
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.errors import KernelError
 from mlx_engine.types import LayerKVSpec
+
+logger = logging.getLogger(__name__)
 
 # Tokens of rows in one part, and of rows that need two.
 _SHORT = 70
@@ -29,7 +32,8 @@ _SLACK = 2.0
 def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.Dtype, kv_dtype: mx.Dtype) -> None:
     """Attention of a layer with so many query heads, on random numbers, against float64.
 
-    Raises KernelError, which names the kernel, where one can't be compiled or is wrong.
+    Raises KernelError, which names the kernel, where one can't be compiled or is wrong. Where that is so only with the
+    matrix instructions of four warps, this process goes on with those of one, and a warning.
     """
     heads = (num_heads, spec.num_kv_heads, spec.key_head_dim, spec.value_head_dim)
     for name, max_len, splits in (("decode attention", _SHORT, 1), ("decode attention in parts", _LONG, 2)):
@@ -40,7 +44,15 @@ def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.
     kernels = PagedKernels(*heads, block_size, dtype)
     if kernels.uses_matrix(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
         chunks = reference.ChunkCase(_CHUNKS, *heads, block_size, dtype=dtype, growth=_GROWTH)
-        _check("attention of prefill chunks", dtype, partial(reference.chunks_error, chunks))
+        name, measure = "attention of prefill chunks", partial(reference.chunks_error, chunks)
+        try:
+            _check(name, dtype, measure)
+        except KernelError as error:
+            if not texts.has_warpgroup_instructions():
+                raise
+            logger.warning("prefill runs on the instructions of single warps, slower: %s. Please report it", error)
+            texts.forgo_warpgroup_instructions()
+            _check(name, dtype, measure)
 
 
 def _check(name: str, dtype: mx.Dtype, measure: Callable[[], float]) -> None:

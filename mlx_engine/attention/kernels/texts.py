@@ -14,6 +14,8 @@ Dialect = Literal["metal", "cuda", "host"]
 _FOLDER = Path(__file__).parent
 # mx.fast.metal_kernel hands smaller arrays over in another address space, which the text doesn't expect.
 MIN_SIZE = 8
+# What this process does without, though the GPU has it.
+_FORGONE: set[str] = set()
 # The compute capability from which CUDA has matrix instructions, and the one that has those of four warps.
 _FIRST_WITH_MATRIX = 80
 _WITH_WARPGROUPS = 90
@@ -36,9 +38,17 @@ _PARTIAL = ("partial_sums", "partial_stats")
 # Name: files of the text, inputs, outputs.
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "decode": (("decode_place.inc", "decode.inc", "decode_whole.inc"), _INPUTS, ("out",)),
-    "decode_split": (("decode_place.inc", "decode.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
+    "decode_split": (
+        ("decode_place.inc", "decode_empty.inc", "decode.inc", "decode_split.inc"),
+        _INPUTS[:-1],
+        _PARTIAL,
+    ),
     "decode_matrix": (("decode_place.inc", "decode_matrix.inc", "decode_whole.inc"), _INPUTS, ("out",)),
-    "decode_matrix_split": (("decode_place.inc", "decode_matrix.inc", "decode_split.inc"), _INPUTS[:-1], _PARTIAL),
+    "decode_matrix_split": (
+        ("decode_place.inc", "decode_empty.inc", "decode_matrix.inc", "decode_split.inc"),
+        _INPUTS[:-1],
+        _PARTIAL,
+    ),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
     "sample": (("sample.inc",), ("logits", "options"), ("out",)),
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
@@ -96,7 +106,12 @@ def has_matrix_instructions() -> bool:
 
 def has_warpgroup_instructions() -> bool:
     """Whether the default device has matrix instructions of four warps: Hopper, and nothing before or after."""
-    return _compute_capability() == _WITH_WARPGROUPS
+    return _compute_capability() == _WITH_WARPGROUPS and "warpgroups" not in _FORGONE
+
+
+def forgo_warpgroup_instructions() -> None:
+    """From now on kernels of this process run without them."""
+    _FORGONE.add("warpgroups")
 
 
 @functools.cache
@@ -137,8 +152,9 @@ def kernel(name: str, shared_memory: int = 0) -> Any:
     )
 
 
+@functools.cache
 def constants(*values: float) -> mx.array:
-    """Numbers for a kernel, float32, as many as it must be given at the least."""
+    """Numbers for a kernel, float32, as many as it must be given at the least. Data, of no thread's stream."""
     return mx.array([*values, *[0.0] * (MIN_SIZE - len(values))])
 
 

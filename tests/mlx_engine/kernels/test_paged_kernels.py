@@ -92,8 +92,10 @@ def test_which_layers_are_for_matrix_instructions(
     ("rows", "heads", "kv_heads", "layout", "splits"),
     [
         (1, 32, 8, (4, 8), 32),  # 8 threadgroups of all 256 that are wanted
-        (16, 32, 8, (4, 8), 2),
-        (17, 32, 8, (4, 4), 1),
+        (16, 32, 8, (4, 8), 8),  # no part is longer than 4,096 tokens
+        (17, 32, 8, (4, 4), 8),
+        (128, 32, 8, (4, 4), 4),  # but 4,096 threadgroups are enough
+        (1000, 32, 8, (4, 4), 1),
         (1, 9, 3, (3, 8), 64),
         (2, 48, 2, (12, 8), 32),  # a group of 24 is two of 12
         (1, 17, 1, (1, 8), 8),
@@ -105,9 +107,18 @@ def test_the_layout_for_matrix_instructions(
     monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     pool = LayerPool.zeros(LayerKVSpec(kv_heads, 64, 64), 2, 16, mx.bfloat16, mx.bfloat16)
     kernels = PagedKernels(heads, kv_heads, 64, 64, 16, mx.bfloat16)
-    assert kernels.decode_layout(rows, pool) == layout
+    assert kernels.decode_layout(rows, pool, splits=splits > 1) == layout
     assert kernels.num_splits(rows, pool, 32_768) == splits
     assert kernels.num_splits(rows, pool, 1024) == 1
+
+
+def test_parts_share_what_they_read_among_heads() -> None:
+    pool = LayerPool.zeros(LayerKVSpec(8, 64, 64), 2, 16, mx.bfloat16, mx.int8)
+    kernels = PagedKernels(32, 8, 64, 64, 16, mx.bfloat16)
+    assert kernels.num_splits(1, pool, 1024) == 1
+    assert kernels.decode_layout(1, pool, splits=False) == (1, 8)
+    assert kernels.num_splits(1, pool, 32_768) == 128
+    assert kernels.decode_layout(1, pool, splits=True) == (4, 4)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -187,7 +198,9 @@ def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
         for length in (1, 1024, 4096, 100_000):
             splits = num_splits(8 * rows, length)
             assert splits & (splits - 1) == 0
-            assert splits == 1 or (length // splits >= 256 and rows * 8 * splits <= 1024)
+            assert splits == 1 or (length // splits >= 256 and rows * 8 * splits <= 4096)
+            # Nobody waits for one long row, unless there are threadgroups enough.
+            assert length / splits < 2 * 4096 or rows * 8 * splits > 2048
     assert num_splits(8, 32_768) == 128
 
 

@@ -146,6 +146,34 @@ def test_tokens_of_probability_zero_are_never_drawn(dialect: str, row: dict[str,
     assert np.isfinite(logits[tokens]).all()
 
 
+def test_a_draw_where_two_parts_meet_is_of_a_token_with_weight(dialect: str) -> None:
+    """The vocabulary is summed in parts; all but some tokens are e^-60 of the best one's weight, which is none."""
+    rng = np.random.default_rng(6)
+    logits = np.full(2048, -200.0, np.float32)
+    likely = rng.choice(2048, 60, replace=False)
+    logits[likely] = rng.normal(0, 1.5, 60)
+    weights = np.exp(np.maximum(logits - logits.max(), -60.0).astype(np.float64))
+    edges = np.cumsum(weights.reshape(-1, 64).sum(axis=1)) / weights.sum()
+    near = np.float32(edges[:-1])
+    uniforms = [near]
+    for towards in (0.0, 1.0):
+        beside = near
+        for _ in range(3):
+            beside = np.nextafter(beside, np.float32(towards), dtype=np.float32)
+            uniforms.append(beside)
+    drawn = np.concatenate(uniforms)
+    tokens = kernel(np.tile(logits, (len(drawn), 1)), options_of([{}] * len(drawn), drawn))
+    assert np.isin(tokens, likely).all()
+
+
+def test_a_nan_hides_no_other_token(dialect: str) -> None:
+    logits = np.zeros((8, 1003), np.float32)
+    logits[np.arange(8), np.arange(8)] = np.nan
+    logits[:, 11] = 9.0
+    logits[0, 1] = 10.0
+    assert kernel(logits, options_of([{"temperature": 0.0}] * 8, np.zeros(8))) == [1, *[11] * 7]
+
+
 @pytest.mark.parametrize("row", [{}, {"top_k": 900}, {"top_p": 0.5}], ids=str)
 def test_whatever_the_logits_the_token_is_one_of_the_vocabulary(dialect: str, row: dict[str, Any]) -> None:
     logits = np.zeros((6, 1003), np.float32)

@@ -53,6 +53,26 @@ def test_each_kernel_is_checked(
         check_kernels(2, SPEC, 16, mx.bfloat16, mx.bfloat16)
 
 
+def test_what_goes_wrong_on_four_warps_goes_on_with_one(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(texts, "_compute_capability", lambda: 90)
+    monkeypatch.setattr(texts, "_FORGONE", set())
+    right, used = PagedKernels.prefill, []
+
+    def prefill(self: PagedKernels, *args: Any, **options: Any) -> mx.array:
+        used.append(self.prefill_layout.kernel)
+        out = right(self, *args, **options)
+        return out * 1.05 if used[-1] == "prefill_warpgroup" else out
+
+    monkeypatch.setattr(PagedKernels, "prefill", prefill)
+    with caplog.at_level(logging.WARNING):
+        check_kernels(2, SPEC, 16, mx.bfloat16, mx.bfloat16)
+        check_kernels(2, SPEC, 16, mx.bfloat16, mx.bfloat16)
+    assert used == ["prefill_warpgroup", "prefill", "prefill"]
+    assert "single warps, slower: attention of prefill chunks is wrong" in caplog.text
+
+
 def refuses(name: str, shared_memory: int = 0) -> Any:
     raise RuntimeError(f"Failed to compile kernel: {name}.cu(1): error")
 
