@@ -33,10 +33,10 @@ _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
 # With few rows a threadgroup of matrix instructions is done sooner. Of many rows one may be longer than all others, and
-# be waited for: no part has more than so many tokens, as long as that doesn't take too many threadgroups. To many of
+# be waited for: no part has twice as many tokens as this, as long as that doesn't take too many threadgroups. To many of
 # them short rows leave nothing to do.
 _WANTED_GROUPS_MATRIX = 256
-_LONGEST_PART = 4096
+_LONG_PART = 4096
 _MOST_GROUPS = 4096
 _MAX_COPY_GROUPS = 256
 
@@ -53,7 +53,7 @@ def num_splits(num_groups: int, max_len: int, wanted_groups: int = _WANTED_GROUP
     """
     if max_len <= _WHOLE_TOKENS:
         return 1
-    needed = min(max_len // _LONGEST_PART, _MOST_GROUPS // max(num_groups, 1))
+    needed = min(max_len // _LONG_PART, _MOST_GROUPS // max(num_groups, 1))
     wanted = min(max(wanted_groups // max(num_groups, 1), needed), max_len // MIN_TOKENS, _MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 

@@ -92,7 +92,7 @@ def test_which_layers_are_for_matrix_instructions(
     ("rows", "heads", "kv_heads", "layout", "splits"),
     [
         (1, 32, 8, (4, 8), 32),  # 8 threadgroups of all 256 that are wanted
-        (16, 32, 8, (4, 8), 8),  # no part is longer than 4,096 tokens
+        (16, 32, 8, (4, 8), 8),  # no part has twice 4,096 tokens
         (17, 32, 8, (4, 4), 8),
         (128, 32, 8, (4, 4), 4),  # but 4,096 threadgroups are enough
         (1000, 32, 8, (4, 4), 1),
