@@ -33,8 +33,8 @@ _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
 # With few rows a threadgroup of matrix instructions is done sooner. Of many rows one may be longer than all others, and
-# be waited for: no part has twice as many tokens as this, as long as that doesn't take too many threadgroups. To many of
-# them short rows leave nothing to do.
+# be waited for: no part has twice as many tokens as this, if that doesn't take too many threadgroups. To many of those
+# short rows leave nothing to do.
 _WANTED_GROUPS_MATRIX = 256
 _LONG_PART = 4096
 _MOST_GROUPS = 4096
