@@ -129,19 +129,17 @@ def parted(model: Any, prompt: Sequence[int], ours: Sequence[int], theirs: Seque
     }
 
 
-def far_from_best(model: Any, prompt: Sequence[int], answer: Sequence[int], dtype: str) -> list[dict[str, Any]]:
-    """The tokens of an answer that the model itself holds for worse than a near tie of its best one, each place."""
+def far_from_best(model: Any, prompt: Sequence[int], answer: Sequence[int], dtype: str) -> dict[str, Any] | None:
+    """The first token of an answer that the model itself holds for worse than a near tie of its best one, if any."""
     inputs = mx.array([[*prompt, *answer[:-1]]])
     logits = model(inputs)[0, len(prompt) - 1 :].astype(mx.float32)
     chosen = mx.take_along_axis(logits, mx.array(list(answer))[:, None], axis=-1).squeeze(-1)
     below: Any = (logits.max(axis=-1) - chosen).tolist()
-    most: Any = mx.abs(logits).max(axis=-1).tolist()
-    ties = [_NEAR_TIE[dtype] * each for each in most]
-    return [
-        {"token": place, "below_best": gap, "near_tie": tie}
-        for place, (gap, tie) in enumerate(zip(below, ties, strict=True))
-        if not gap <= tie
-    ]
+    ties: Any = (_NEAR_TIE[dtype] * mx.abs(logits).max(axis=-1)).tolist()
+    for place, (gap, tie) in enumerate(zip(below, ties, strict=True)):
+        if not gap <= tie:
+            return {"token": place, "below_best": gap, "near_tie": tie}
+    return None
 
 
 def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -174,9 +172,9 @@ def compare_tokens(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for arm in args.arms:
         if arm == "gather":
             different = wrong = [
-                {"request": i, **places[0]}
+                {"request": i, **far}
                 for i, (prompt, ours) in enumerate(zip(prompts, answers[arm], strict=True))
-                if (places := far_from_best(model, prompt, ours, args.dtype))
+                if (far := far_from_best(model, prompt, ours, args.dtype))
             ]
         else:
             different = [
@@ -200,7 +198,7 @@ def time_steps(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The arms' steps, by context and batch, and the profile if one is wanted. `keep` gets the cases as they come."""
     config = llama_config(SHAPES[args.shape])
-    span = max(args.rounds, 2) * (args.steps + _SKIP + 2) + 8
+    span = args.rounds * (args.steps + _SKIP + 2) + 8
     longest = max(args.contexts) + span
     limits = {
         "num_blocks": max(args.batches) * (longest // _BLOCK_SIZE + 1) + 64,
@@ -224,12 +222,12 @@ def time_steps(
                 print(f"{arm}, {batch} x {context:,}: {step:.3f} ms, {rounds[arm][-1]['counters']}", flush=True)
             keep(cases)
     # At the end: a profiler stays in the process that it was started in.
-    return cases, profile_of(cases[0], loops[cases[0]["arm"]], args) if args.profile else None
+    return cases, profile_of(cases[0], loops[args.arms[0]], span, args) if args.profile else None
 
 
-def profile_of(case: Mapping[str, Any], loop: StepLoop, args: argparse.Namespace) -> dict[str, Any] | None:
+def profile_of(case: Mapping[str, Any], loop: StepLoop, span: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """Which kernels a step of this case runs; None, and a line that says why, if the profiler fails."""
-    loop.decode_begin(case["batch"], case["context"], 2 * (args.steps + _SKIP + 2) + 8, args.seed)
+    loop.decode_begin(case["batch"], case["context"], span, args.seed)
     try:
         profile = profile_steps(partial(loop.decode_round, args.steps, 0), args.steps + 1)
     except (ImportError, RuntimeError) as error:

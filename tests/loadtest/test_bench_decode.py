@@ -104,13 +104,10 @@ def test_the_profile_is_of_one_step_of_the_first_arm(
     assert "the GPU waits" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("full_disk")
 def test_tables_are_printed_before_the_result_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("no space is left")
-
-    monkeypatch.setattr(bench_decode.environment, "write_json", full)
     monkeypatch.setattr(bench_decode, "time_steps", lambda *_: ([{"arm": "fused", "context": 20, "batch": 1,
                                                                     "step_ms": 2.5, "rounds": []}], None))  # fmt: skip
     with pytest.raises(OSError, match="no space"):

@@ -69,6 +69,7 @@ def test_quick_fills_only_what_is_not_given() -> None:
         parse_args(["--output-tokens", "1"])
 
 
+@pytest.mark.usefixtures("full_disk")
 def test_the_table_is_printed_before_the_result_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,15 +81,11 @@ def test_the_table_is_printed_before_the_result_is_written(
 
         def close(self) -> None: ...
 
-    def full(*_: Any) -> None:
-        raise OSError("no space is left")
-
     case = Case("repeats", 2)
     add(case, replies(4))
     monkeypatch.setattr(bench_drafts, "Worker", Built)
     monkeypatch.setattr(bench_drafts, "measure", lambda args, workers: [case])
     monkeypatch.setattr(bench_drafts, "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(bench_drafts.environment, "write_json", full)
     with pytest.raises(OSError, match="no space"):
         bench_drafts.main(["--quick", "--out", str(tmp_path / "drafts.json")])
     assert "repeats x 2" in capsys.readouterr().out

@@ -256,14 +256,10 @@ def test_ctrl_c_ends_the_program_with_130_and_no_traceback() -> None:
     assert (run.returncode, run.stderr) == (130, "")
 
 
-@pytest.mark.usefixtures("fakes")
+@pytest.mark.usefixtures("fakes", "full_disk")
 def test_tables_are_printed_also_where_the_result_can_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("no space is left")
-
-    monkeypatch.setattr(bench_gpu.environment, "write_json", full)
     with pytest.raises(OSError, match="no space"):
         run(tmp_path, "--arms", "quire")
     out = capsys.readouterr().out

@@ -145,9 +145,10 @@ class PagedKernels:
 
     def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
         """Into how many parts to split the tokens of rows of up to max_len of them."""
-        heads, warps = self.decode_layout(num_rows, pool, splits=max_len > _WHOLE_TOKENS)
-        few = self.uses_matrix(pool) and warps == 8
-        return num_splits(num_rows * self.num_heads // heads, max_len, _WANTED_GROUPS_MATRIX if few else _WANTED_GROUPS)
+        heads, warps = self.decode_layout(num_rows, pool, splits=True)
+        # With several parts only few rows on matrix instructions have so many warps.
+        wanted = _WANTED_GROUPS_MATRIX if warps == 8 else _WANTED_GROUPS
+        return num_splits(num_rows * self.num_heads // heads, max_len, wanted)
 
     def decode(
         self,
