@@ -39,7 +39,8 @@ from loadtest.options import positive_int, result_file
 from loadtest.tables import markdown_table, number
 
 _COPY_BYTES = 1 << 30
-_CHAIN = 32  # calls that follow each other in a timed run, each depending on the one before
+_CHAIN = 32  # calls that follow each other in a timed run, at least, each depending on the one before
+_COLD_BYTES = 192 << 20  # of K/V in a timed run at least, or a cache would hold what the next run reads
 _CHUNK_CHAIN = 4
 _SAID = 2000  # characters that are kept of what a kernel raised
 
@@ -218,25 +219,26 @@ def new_pool(shape: Shape, num_blocks: int) -> LayerPool:
 
 
 def time_shape(shape: Shape, splits: int, rounds: int) -> float:
-    """Seconds of one call, the median."""
+    """Seconds of one call, the median; each reads sequences that no cache holds."""
     rng = np.random.default_rng(0)
-    pages = -(-shape.seq_len // shape.block_size)
-    num_blocks = shape.num_rows * pages + 1
-    blocks = rng.permutation(num_blocks - 1).reshape(shape.num_rows, pages) + 1
-    pool = new_pool(shape, num_blocks)
+    pages = cdiv(shape.seq_len, shape.block_size)
+    num_sets = cdiv(_COLD_BYTES, shape.num_bytes)
+    blocks = rng.permutation(num_sets * shape.num_rows * pages).reshape(num_sets, shape.num_rows, pages) + 1
+    pool = new_pool(shape, blocks.size + 1)
     queries = mx.random.normal((shape.num_rows, shape.num_heads, shape.head_dim)).astype(mx.bfloat16)
     new = mx.random.normal((shape.num_rows, shape.num_kv_heads, shape.head_dim)).astype(mx.bfloat16)
-    tables = mx.array(blocks.astype(np.int32))
+    sets = [mx.array(tables) for tables in blocks.astype(np.int32)]
     lens = mx.full((shape.num_rows,), shape.seq_len, mx.int32)
-    mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales, queries, new, tables, lens)
-    kernels = kernels_of(shape)
+    mx.eval(pool.keys, pool.values, pool.key_scales, pool.value_scales, queries, new, sets, lens)
+    kernels, calls = kernels_of(shape), max(_CHAIN, num_sets)
 
     def chain(out: mx.array) -> mx.array:
-        for _ in range(_CHAIN):
+        for i in range(calls):
+            tables = sets[i % num_sets]
             out = kernels.decode(out, new, new, pool, tables, lens, scale=shape.head_dim**-0.5, splits=splits)
         return out
 
-    return statistics.median(seconds_of_chain(chain, queries, rounds)) / _CHAIN
+    return statistics.median(seconds_of_chain(chain, queries, rounds)) / calls
 
 
 def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:

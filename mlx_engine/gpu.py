@@ -8,6 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_engine.attention.fused import kernels_run_here
+from mlx_engine.attention.kernels.gemv import embed
+from mlx_engine.attention.kernels.texts import MIN_SIZE
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTables
 from mlx_engine.linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
 from mlx_engine.modules import inner_first, replace_module
@@ -18,6 +20,25 @@ logger = logging.getLogger(__name__)
 def blocks_run_here() -> bool:
     """Whether decoder blocks of our own are known to be faster: on CUDA. On Metal nobody has measured them yet."""
     return kernels_run_here() and bool(mx.cuda.is_available())
+
+
+class RowEmbedding(nn.Embedding):  # type: ignore[misc]
+    """An embedding of which a kernel of ours copies the rows: MLX's takes an element at a time."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.weight = embedding.weight
+
+    @staticmethod
+    def takes(module: nn.Module) -> bool:
+        """Whether this module can be replaced by one of these."""
+        return type(module) is nn.Embedding and module.weight.shape[1] * module.weight.dtype.size % 16 == 0
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids of any shape; returns [*ids.shape, d]."""
+        if ids.size < MIN_SIZE:
+            return super().__call__(ids)  # type: ignore[no-any-return]
+        return embed(self.weight, ids)
 
 
 def adapt_for_gpu(model: nn.Module) -> None:
@@ -32,6 +53,8 @@ def adapt_for_gpu(model: nn.Module) -> None:
         if blocks_run_here() and FusedDecoderBlock.takes(module):
             replace_module(model, name, FusedDecoderBlock(module, tables))
             blocks += 1
+        elif blocks_run_here() and RowEmbedding.takes(module):
+            replace_module(model, name, RowEmbedding(module))
     count = 0
     for _, module in inner_first(model):
         for names in (QUERY_KEY_VALUE, GATE_UP):

@@ -32,6 +32,10 @@ from mlx_engine.errors import ConfigError
 from mlx_engine.input_batch import InputBatch
 from mlx_engine.types import LayerKVSpec
 
+# Rows from which a step that is built anew is handed over layer by layer: the device has begun, and has enough to do,
+# while the host builds the layers after.
+_LAUNCHED_ROWS = 128
+
 
 def kernels_run_here() -> bool:
     """Whether MLX's default device is a GPU that the kernels have a dialect for."""
@@ -210,6 +214,7 @@ class FusedBackend(GatherBackend):
                 splits=splits,
                 # Of a compiled step the longest row is not known.
                 min_span=MIN_TOKENS,
+                busy_splits=kernels.busy_splits(num_decodes, pool),
                 window=window,
                 sinks=sinks,
             )
@@ -235,6 +240,8 @@ class FusedBackend(GatherBackend):
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         # All the layers before come before it.
         self._last = [out] if ticket is None else [out, ticket]
+        if step.launches:
+            mx.async_eval(out)  # type: ignore[no-untyped-call]
         return out
 
     def _layer_kernels(self, num_heads: int, spec: LayerKVSpec) -> PagedKernels:
@@ -257,6 +264,7 @@ class FusedStep:
     first_stored: int  # rows from here on are stored before any row attends: those of chunks, or with drafts
     stored_slots: mx.array  # [T - first_stored] of the pool
     chunks: GatherStep | None = None
+    launches: bool = False  # each layer as soon as it is built
     chunk_plans: dict[tuple[int, int], ChunkPlan] = field(default_factory=dict)  # by tile shape
     _lengths: dict[int, tuple[int, mx.array]] = field(default_factory=dict)
 
@@ -284,6 +292,7 @@ def _make_step(batch: InputBatch, block_size: int, after: Sequence[mx.array]) ->
         zero = _zero_after(after)
         arrays = [array + zero for array in arrays]
     step = FusedStep(num_decodes, int(batch.seq_lens.max(initial=0)), arrays[0], arrays[1], first, arrays[2])
+    step.launches = batch.num_rows >= _LAUNCHED_ROWS
     if batch.prefill_chunks:
         step.chunks = GatherStep(batch, block_size)
     return step

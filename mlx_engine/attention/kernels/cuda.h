@@ -5,6 +5,8 @@
 // 16-byte pieces of shared memory, as many as the kernel is launched with.
 #define QUIRE_DYNAMIC_SHARED(name, pieces) extern __shared__ __align__(1024) uint4 name[]
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
+// Whether 16 bytes may be read there at once.
+#define QUIRE_ALIGNED(pointer) (reinterpret_cast<unsigned long long>(pointer) % 16 == 0)
 #define QUIRE_UNROLL _Pragma("unroll")
 #define QUIRE_BARRIER() __syncthreads()
 #define QUIRE_LANE int(threadIdx.x % 32)

@@ -126,6 +126,22 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     return out
 
 
+def embed(table: mx.array, ids: mx.array) -> mx.array:
+    """Rows [*ids.shape, columns] of a table [n, columns], whose rows are a multiple of 16 bytes; ids of integers."""
+    columns = table.shape[1]
+    flat = ids.reshape(-1).astype(mx.int32)
+    rows = flat.shape[0]
+    out: mx.array = texts.kernel("embed")(
+        inputs=[table, texts.padded(flat)],
+        template=[("T", table.dtype), ("COLUMNS", columns)],
+        grid=(cdiv(columns * table.dtype.size // 16, _THREADS) * _THREADS, 1, rows),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[table.dtype],
+    )[0]
+    return out.reshape(*ids.shape, columns)
+
+
 def _num_splits(num_pairs: int, num_pieces: int) -> int:
     """Into how many parts to split the sums of a pair of columns: enough warps, each with some pieces to read."""
     splits = 1

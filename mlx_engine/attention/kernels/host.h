@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 
 #include "half_types.h"
@@ -14,6 +15,8 @@
   alignas(1024) static thread_local quire::Raw name[pieces]; \
   quire::dynamic_shared() = name
 #define QUIRE_WRITABLE(type, pointer) const_cast<type*>(pointer)
+// Whether 16 bytes may be read there at once.
+#define QUIRE_ALIGNED(pointer) (reinterpret_cast<uintptr_t>(pointer) % 16 == 0)
 #define QUIRE_UNROLL
 #define QUIRE_BARRIER() simt::Threadgroup::current_group()->barrier()
 #define QUIRE_LANE (simt::Threadgroup::current_group()->index() % 32)

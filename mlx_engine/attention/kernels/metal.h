@@ -3,6 +3,8 @@
 #define QUIRE_DEVICE device
 #define QUIRE_SHARED threadgroup
 #define QUIRE_WRITABLE(type, pointer) ((device type*)(pointer))
+// Whether 16 bytes are known to be readable there at once.
+#define QUIRE_ALIGNED(pointer) false
 #define QUIRE_UNROLL _Pragma("clang loop unroll(full)")
 #define QUIRE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define QUIRE_LANE int(quire_lane)

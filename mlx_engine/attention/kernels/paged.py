@@ -32,10 +32,12 @@ MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
-# With few rows a threadgroup of matrix instructions is done sooner. Of many rows one may be longer than all others, and
-# be waited for: no part has twice as many tokens as this, if that doesn't take too many threadgroups. To many of those
-# short rows leave nothing to do.
-_WANTED_GROUPS_MATRIX = 256
+# On matrix instructions warps have more on their way: so many keep a GPU busy with heads of 64 columns, and of larger
+# ones as many as read the same. Parts of one row are also what the second kernel has to put together.
+_WANTED_WARPS_MATRIX = 2048
+_ENOUGH_SPLITS = 16
+# Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this, if that
+# doesn't take too many threadgroups. To many of those short rows leave nothing to do.
 _LONG_PART = 4096
 _MOST_GROUPS = 4096
 _MAX_COPY_GROUPS = 256
@@ -46,16 +48,25 @@ def heads_per_group(group: int, most: int = _MAX_HEADS) -> int:
     return max(heads for heads in range(1, min(group, most) + 1) if group % heads == 0)
 
 
-def num_splits(num_groups: int, max_len: int, wanted_groups: int = _WANTED_GROUPS) -> int:
-    """Into how many parts to split the tokens of as many threadgroups as there are without: a power of two.
+def busy_splits(num_groups: int, wanted_groups: int = _WANTED_GROUPS, most: int = _MAX_SPLITS) -> int:
+    """Into how many parts to split the tokens of as many threadgroups for a GPU to be busy: a power of two."""
+    return _power_of_two(min(wanted_groups // max(num_groups, 1), most))
 
-    Enough threadgroups, none with hardly a token or with far more than others.
+
+def num_splits(num_groups: int, max_len: int, busy: int) -> int:
+    """Into how many parts to split up to max_len tokens: as many as `busy_splits` says, a power of two.
+
+    Fewer where a part would have hardly a token, more where it would have far more tokens than others.
     """
     if max_len <= _WHOLE_TOKENS:
         return 1
     needed = min(max_len // _LONG_PART, _MOST_GROUPS // max(num_groups, 1))
-    wanted = min(max(wanted_groups // max(num_groups, 1), needed), max_len // MIN_TOKENS, _MAX_SPLITS)
-    return 1 << max(wanted, 1).bit_length() - 1
+    return _power_of_two(min(max(busy, needed), max_len // MIN_TOKENS, _MAX_SPLITS))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not more, at least 1."""
+    return 1 << max(number, 1).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +156,17 @@ class PagedKernels:
 
     def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
         """Into how many parts to split the tokens of rows of up to max_len of them."""
+        heads, _ = self.decode_layout(num_rows, pool, splits=True)
+        return num_splits(num_rows * self.num_heads // heads, max_len, self.busy_splits(num_rows, pool))
+
+    def busy_splits(self, num_rows: int, pool: LayerPool) -> int:
+        """As many of them as keep the GPU busy: more are for rows that are longer than others."""
         heads, warps = self.decode_layout(num_rows, pool, splits=True)
-        # With several parts only few rows on matrix instructions have so many warps.
-        wanted = _WANTED_GROUPS_MATRIX if warps == 8 else _WANTED_GROUPS
-        return num_splits(num_rows * self.num_heads // heads, max_len, wanted)
+        num_groups = num_rows * self.num_heads // heads
+        if not self.uses_matrix(pool):
+            return busy_splits(num_groups)
+        wanted = _WANTED_WARPS_MATRIX * 64 // max(64, self.key_head_dim, self.value_head_dim) // warps
+        return busy_splits(num_groups, wanted, _ENOUGH_SPLITS)
 
     def decode(
         self,
@@ -165,12 +183,14 @@ class PagedKernels:
         soft_cap: float | None = None,
         sinks: mx.array | None = None,
         min_span: int = 1,
+        busy_splits: int | None = None,
     ) -> mx.array:
         """Puts each row's key and value into the pool, and attends to its sequence through the block table.
 
         queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], block_tables [B, P]
         int32, seq_lens [B] int32 with the new token counted; a row of length 0 is padding and gives 0. A row's tokens
-        are split into `splits` parts, of min_span or more. Returns [B, num_heads, value_head_dim]. The pool is written
+        are split into up to `splits` parts, of min_span or more; into no more than busy_splits (None: any number),
+        unless those would be long. Returns [B, num_heads, value_head_dim]. The pool is written
         in place: a kernel that reads it later must be given something that was computed from the result. A pool of
         8-bit integers is read as it is then, the new token too.
         """
@@ -197,6 +217,8 @@ class PagedKernels:
             ("WARPS", warps),
             ("UNROLL", _DECODE_UNROLL),
             ("MIN_SPAN", min_span),
+            ("BUSY_SPLITS", splits if busy_splits is None else min(busy_splits, splits)),
+            ("LONG_PART", _LONG_PART),
         ]
         threads = 32 * warps
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
@@ -310,8 +332,8 @@ class PagedKernels:
         ticket: mx.array = texts.kernel("append")(
             inputs=[new_keys, new_values, *_arrays(pool), texts.padded(slots)],
             template=self._constants(pool),
-            grid=(32, self.num_kv_heads, new_keys.shape[0]),
-            threadgroup=(32, 1, 1),
+            grid=(_THREADS, 1, new_keys.shape[0]),
+            threadgroup=(_THREADS, 1, 1),
             output_shapes=[(texts.MIN_SIZE,)],
             output_dtypes=[mx.int32],
         )[0]

@@ -35,6 +35,7 @@ class DecodeCase:
     has_sinks: bool = False
     splits: int = 1
     min_span: int = 1
+    busy_splits: int | None = None
     quantized: bool = False
     seed: int = 0
 
@@ -216,6 +217,7 @@ def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
         soft_cap=case.soft_cap,
         sinks=None if inputs.sinks is None else _array(inputs.sinks, case.dtype),
         min_span=case.min_span,
+        busy_splits=case.busy_splits,
     )
     mx.eval(out)
     return out, pool
@@ -253,6 +255,7 @@ def cases(dtype: mx.Dtype) -> list[DecodeCase]:
         *sizes,
         *(replace(case, quantized=True) for case in quantized),
         DecodeCase(2, 4, 1, 64, 64, 16, 300, dtype, splits=4),
+        DecodeCase(2, 4, 1, 64, 64, 16, 300, dtype, splits=4, busy_splits=2),
         DecodeCase(4, 3, 3, 64, 64, 16, 1, dtype),
         DecodeCase(3, 12, 1, 64, 64, 16, 160, dtype, window=50, splits=2),
         DecodeCase(3, 6, 2, 64, 64, 16, 60, dtype, soft_cap=2.0, has_sinks=True),
@@ -265,7 +268,12 @@ def cases(dtype: mx.Dtype) -> list[DecodeCase]:
 def long_cases(dtype: mx.Dtype) -> list[DecodeCase]:
     """Contexts of up to 32,768 tokens in many parts: for GPUs."""
     heads = [DecodeCase(3, 4, 1, dim, dim, 16 if dim < 100 else 32, 32768, dtype) for dim in (64, 80, 96, 128, 256)]
-    return [*(replace(case, splits=32) for case in heads), replace(heads[0], splits=8, window=5000), heads[0]]
+    return [
+        *(replace(case, splits=32) for case in heads),
+        replace(heads[0], splits=8, window=5000),
+        replace(heads[0], splits=16, busy_splits=2, min_span=256),
+        heads[0],
+    ]
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("out",),
     ),
     "gate": (("gate.inc",), ("x",), ("out",)),
+    "embed": (("embed.inc",), ("table", "ids"), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
 }
 

@@ -69,5 +69,6 @@ def test_what_is_around_it(dtype: mx.Dtype) -> None:
     gemv.gemv(x, weight, residual=x)
     gemv.gemv(x, weight, gated=True)
     gemv.rotate(x, rotation)
+    gemv.embed(weight, mx.zeros((9,), mx.int32))
     gemv.gate(x)
     publish(sample_rows(x, mx.zeros((2, 8))), mx.zeros((8,), mx.uint32))

@@ -17,7 +17,7 @@ from mlx_engine.attention.kernels.gemv import Rotation, rotate
 from mlx_engine.config import EngineConfig
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTable, RotaryTables
 from mlx_engine.errors import ModelLoadError
-from mlx_engine.gpu import adapt_for_gpu
+from mlx_engine.gpu import RowEmbedding, adapt_for_gpu
 from mlx_engine.models.load import LoadedModel
 from mlx_engine.paged_model import PagedModel
 from mlx_engine.types import Request, SamplingParams
@@ -137,6 +137,28 @@ def test_other_architectures_keep_their_blocks(gpu_path_on_host: None, name: str
     adapt_for_gpu(model)
     assert [layer() for layer in layers] == model.layers
     assert not blocks(model)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama_mqa", True), ("llama_bfloat16", False), ("gpt_oss", False)])
+def test_embeddings_copy_rows_in_any_architecture(
+    gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool
+) -> None:
+    """With as many tokens as the kernel is made for; an embedding that is the head too stays that."""
+    copied: list[tuple[int, ...]] = []
+    embed = gpu.embed
+    monkeypatch.setattr(gpu, "embed", lambda table, ids: (copied.append(ids.shape), embed(table, ids))[1])
+    loaded = changed(name, tie_word_embeddings=tied)
+    assert PagedModel(loaded, adapt_for_gpu).layers
+    embeddings = [module for module in loaded.model.modules() if isinstance(module, nn.Embedding)]
+    assert [type(module) for module in embeddings] == [RowEmbedding]
+    assert copied == [(12, 1)], "the probe of 12 tokens, and not the one of 2"
+
+
+def test_embeddings_of_no_whole_pieces_are_left() -> None:
+    assert RowEmbedding.takes(nn.Embedding(10, 8))
+    assert not RowEmbedding.takes(nn.Embedding(10, 6))
+    assert not RowEmbedding.takes(nn.QuantizedEmbedding(10, 64))
+    assert not RowEmbedding.takes(nn.Linear(8, 8))
 
 
 def test_without_a_gpu_no_block_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

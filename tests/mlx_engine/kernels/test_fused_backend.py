@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_engine import model_runner
+from mlx_engine.attention import fused
 from mlx_engine.attention.fused import FusedBackend, FusedStep
 from mlx_engine.attention.kernels import PagedKernels, texts
 from mlx_engine.compiled_decode import row_bucket, width_bucket
@@ -74,6 +75,26 @@ def test_the_same_tokens_as_by_gathering(
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
     assert {path for path in ("compiled", "recorded") if counts.get(path)} == {how} - {"eager"}
+
+
+def test_large_steps_are_handed_over_layer_by_layer(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _tokens(_engine("llama_biases", attention_backend="gather"))
+    launched: list[tuple[int, ...]] = []
+    async_eval = mx.async_eval
+
+    def watched(*arrays: Any) -> None:
+        if len(arrays) == 1 and isinstance(arrays[0], mx.array):
+            launched.append(arrays[0].shape)
+        async_eval(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", watched)
+    monkeypatch.setattr(fused, "_LAUNCHED_ROWS", 20)
+    engine = _engine("llama_biases", attention_backend="fused", compile_decode=False, overlap=False)
+    assert _tokens(engine) == expected
+    num_layers = TINY["llama_biases"]["num_hidden_layers"]
+    steps = [launched[i : i + num_layers] for i in range(0, len(launched), num_layers)]
+    assert len(steps) > 1
+    assert all(len(set(step)) == 1 and step[0][0] >= 20 for step in steps)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_engine.attention.kernels import gemv as gemv_module
 from mlx_engine.attention.kernels import reference, texts
-from mlx_engine.attention.kernels.gemv import Norm, Rotation, gate, gemv, rotate
+from mlx_engine.attention.kernels.gemv import Norm, Rotation, embed, gate, gemv, rotate
 
 Array = npt.NDArray[Any]
 _EPS = 1e-5
@@ -96,6 +96,18 @@ def test_heads_are_rotated_wherever_their_rows_are(dialect: str, dtype: mx.Dtype
     expected = _rotated(_exact(x), rotation)[:, : num_heads * 2 * _HALF]
     assert got.shape == expected.shape
     assert reference.relative_error(got, expected) < reference.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 1), (2, 3)])
+def test_rows_are_copied(dialect: str, dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+    """Fewer than a kernel must be given, and more pieces than a threadgroup has threads."""
+    rng = np.random.default_rng(2)
+    table = mx.array(rng.standard_normal((50, 1096)).astype(np.float32)).astype(dtype)
+    ids = mx.array(rng.integers(0, 50, shape).astype(np.uint32))
+    got = embed(table, ids)
+    assert got.dtype == dtype
+    assert mx.array_equal(got, table[ids])
 
 
 @pytest.mark.parametrize(

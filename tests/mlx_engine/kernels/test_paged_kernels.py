@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine.attention.kernels import PagedKernels, reference, texts
-from mlx_engine.attention.kernels.paged import heads_per_group, num_splits
+from mlx_engine.attention.kernels import PagedKernels, paged, reference, texts
+from mlx_engine.attention.kernels.paged import busy_splits, heads_per_group, num_splits
 from mlx_engine.attention.kernels.reference import DecodeCase
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.types import LayerKVSpec
@@ -91,13 +91,13 @@ def test_which_layers_are_for_matrix_instructions(
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "layout", "splits"),
     [
-        (1, 32, 8, (4, 8), 32),  # 8 threadgroups of all 256 that are wanted
+        (1, 32, 8, (4, 8), 16),  # 8 threadgroups of all 256 that are wanted, but that are parts enough
         (16, 32, 8, (4, 8), 8),  # no part has twice 4,096 tokens
         (17, 32, 8, (4, 4), 8),
         (128, 32, 8, (4, 4), 4),  # but 4,096 threadgroups are enough
         (1000, 32, 8, (4, 4), 1),
-        (1, 9, 3, (3, 8), 64),
-        (2, 48, 2, (12, 8), 32),  # a group of 24 is two of 12
+        (1, 9, 3, (3, 8), 16),
+        (2, 48, 2, (12, 8), 16),  # a group of 24 is two of 12
         (1, 17, 1, (1, 8), 8),
     ],
 )
@@ -112,6 +112,49 @@ def test_the_layout_for_matrix_instructions(
     assert kernels.num_splits(rows, pool, 1024) == 1
 
 
+def test_parts_beyond_those_that_keep_a_gpu_busy_are_for_long_rows(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of one call: parts that have no tokens give no weight."""
+    monkeypatch.setattr(paged, "_LONG_PART", 40)
+    weights: list[mx.array] = []
+
+    class Watched(HostKernel):
+        def __call__(self, **call: Any) -> list[mx.array]:
+            outputs = super().__call__(**call)
+            if len(outputs) == 2:
+                weights.append(outputs[1][:, 0, :, 1])
+            return outputs
+
+    monkeypatch.setattr(texts, "kernel", Watched)
+    kernels = PagedKernels(2, 1, 64, 64, 16, mx.float32)
+    pool = LayerPool.zeros(LayerKVSpec(1, 64, 64), 21, 16, mx.float32, mx.float32)
+    lens, tables = mx.array([9, 60, 100, 320]), mx.arange(80).reshape(4, 20) % 20 + 1
+    new = mx.zeros((4, 1, 64))
+    mx.eval(
+        kernels.decode(
+            mx.zeros((4, 2, 64)), new, new, pool, tables.astype(mx.int32), lens.astype(mx.int32),
+            scale=1.0, splits=8, min_span=10, busy_splits=2,
+        )
+    )  # fmt: skip
+    # Two parts, of at least 10 tokens; three of 40 where two would be longer; all eight where three would be.
+    assert (weights[0] > 0).sum(axis=1).tolist() == [1, 2, 3, 8]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "splits"),
+    [
+        (1, 64, 16), (1, 128, 16), (8, 64, 4), (8, 128, 2), (16, 64, 2), (16, 128, 1),
+        (32, 64, 2), (32, 128, 1), (64, 64, 1), (64, 128, 1),
+    ],
+)  # fmt: skip
+def test_larger_heads_are_split_less(monkeypatch: pytest.MonkeyPatch, rows: int, dim: int, splits: int) -> None:
+    """Of 4,096 tokens: what was fastest, or near it, on an H200."""
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    pool = LayerPool.zeros(LayerKVSpec(8, dim, dim), 2, 16, mx.bfloat16, mx.bfloat16)
+    assert PagedKernels(32, 8, dim, dim, 16, mx.bfloat16).num_splits(rows, pool, 4096) == splits
+
+
 def test_parts_share_what_they_read_among_heads() -> None:
     pool = LayerPool.zeros(LayerKVSpec(8, 64, 64), 2, 16, mx.bfloat16, mx.int8)
     kernels = PagedKernels(32, 8, 64, 64, 16, mx.bfloat16)
@@ -121,14 +164,16 @@ def test_parts_share_what_they_read_among_heads() -> None:
     assert kernels.decode_layout(1, pool, splits=True) == (4, 4)
 
 
+@pytest.mark.parametrize("placed", ["whole", "in wider rows", "at odd places", "transposed"])
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_append_writes_its_slots_and_no_other(dialect: str, dtype: mx.Dtype) -> None:
+def test_append_writes_its_slots_and_no_other(dialect: str, dtype: mx.Dtype, placed: str) -> None:
     kernels = PagedKernels(4, 2, 64, 80, 16, dtype)
     rng = np.random.default_rng(1)
     new = [rng.integers(-9, 9, (21, 2, dim)).astype(np.float32) for dim in (64, 80)]
     pool = _pool(4, dtype, dtype, fill=5)
     slots = rng.permutation(64)[:21]
-    mx.eval(kernels.append(*[mx.array(a).astype(dtype) for a in new], pool, mx.array(slots.astype(np.int32))))
+    given = [_placed(mx.array(a).astype(dtype), placed) for a in new]
+    mx.eval(kernels.append(*given, pool, mx.array(slots.astype(np.int32))))
     for got, values in zip(pool.arrays(), new, strict=True):
         expected = np.full((4, 2, 16, values.shape[-1]), 5.0, np.float32)
         for slot, value in zip(slots, values, strict=True):
@@ -164,6 +209,20 @@ def test_8_bits_are_the_same_bytes_whoever_stores_them_and_come_back_the_same(di
         np.testing.assert_array_equal(np.array(got.astype(mx.float32)), np.array(expected.astype(mx.float32)))
 
 
+def _placed(array: mx.array, how: str) -> mx.array:
+    """The same numbers [n, heads, columns], elsewhere in memory."""
+    rows = array.shape[0]
+    if how == "transposed":
+        return mx.contiguous(array.transpose(2, 1, 0)).transpose(2, 1, 0)
+    if how == "whole":
+        return array
+    before = 16 if how == "in wider rows" else 3
+    flat = array.reshape(rows, -1)
+    around = mx.zeros((rows, before), array.dtype), mx.zeros((rows, 32 - before), array.dtype)
+    wide = mx.concatenate([around[0], flat, around[1]], axis=1)
+    return wide[:, before : before + flat.shape[1]].reshape(array.shape)
+
+
 def _pool(num_blocks: int, dtype: mx.Dtype, stored: mx.Dtype, fill: int) -> LayerPool:
     """Of 2 heads of 64 and 80 numbers, in blocks of 16 tokens."""
     pool = LayerPool.zeros(LayerKVSpec(2, 64, 80), num_blocks, 16, dtype, stored)
@@ -196,12 +255,12 @@ def test_heads_of_a_group_are_split_evenly(group: int, heads: int) -> None:
 def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
     for rows in (1, 3, 32, 500):
         for length in (1, 1024, 4096, 100_000):
-            splits = num_splits(8 * rows, length)
+            splits = num_splits(8 * rows, length, busy_splits(8 * rows))
             assert splits & (splits - 1) == 0
             assert splits == 1 or (length // splits >= 256 and rows * 8 * splits <= 4096)
             # Nobody waits for one long row, unless there are threadgroups enough.
             assert length / splits < 2 * 4096 or rows * 8 * splits > 2048
-    assert num_splits(8, 32_768) == 128
+    assert num_splits(8, 32_768, busy_splits(8)) == 128
 
 
 @pytest.mark.parametrize(
