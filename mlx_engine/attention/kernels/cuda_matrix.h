@@ -44,6 +44,12 @@ __device__ inline void copy16(Raw* target, const T* source, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(wanted ? 16 : 0));
 }
+// The same of what other warps read too: it goes through the first cache.
+template <typename T>
+__device__ inline void copy16_shared(Raw* target, const T* source, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+               "r"(wanted ? 16 : 0));
+}
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;"); }
 template <int LEFT>
 __device__ inline void wait_for_copies() {

@@ -25,6 +25,10 @@ template <typename T>
 void copy16(Raw* target, const T* source, bool wanted) {
   *target = wanted ? load16(source) : zero16();
 }
+template <typename T>
+void copy16_shared(Raw* target, const T* source, bool wanted) {
+  copy16(target, source, wanted);
+}
 inline void end_copies() {}
 template <int LEFT>
 void wait_for_copies() {}

@@ -36,9 +36,9 @@ _FEW_GROUPS = 64
 # ones as many as read the same. Parts of one row are also what the second kernel has to put together.
 _WANTED_WARPS_MATRIX = 2048
 _ENOUGH_SPLITS = 16
-# Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this, if that
-# doesn't take too many threadgroups. To many of those short rows leave nothing to do.
-_LONG_PART = 4096
+# Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this for each of
+# its warps, if that doesn't take too many threadgroups. To many of those short rows leave nothing to do.
+_LONG_FOR_WARP = 1024
 _MOST_GROUPS = 4096
 _MAX_COPY_GROUPS = 256
 
@@ -53,14 +53,14 @@ def busy_splits(num_groups: int, wanted_groups: int = _WANTED_GROUPS, most: int 
     return _power_of_two(min(wanted_groups // max(num_groups, 1), most))
 
 
-def num_splits(num_groups: int, max_len: int, busy: int) -> int:
+def num_splits(num_groups: int, max_len: int, busy: int, long_part: int) -> int:
     """Into how many parts to split up to max_len tokens: as many as `busy_splits` says, a power of two.
 
-    Fewer where a part would have hardly a token, more where it would have far more tokens than others.
+    Fewer where a part would have hardly a token, more where it would have far more tokens than others: twice long_part.
     """
     if max_len <= _WHOLE_TOKENS:
         return 1
-    needed = min(max_len // _LONG_PART, _MOST_GROUPS // max(num_groups, 1))
+    needed = min(max_len // long_part, _MOST_GROUPS // max(num_groups, 1))
     return _power_of_two(min(max(busy, needed), max_len // MIN_TOKENS, _MAX_SPLITS))
 
 
@@ -156,8 +156,9 @@ class PagedKernels:
 
     def num_splits(self, num_rows: int, pool: LayerPool, max_len: int) -> int:
         """Into how many parts to split the tokens of rows of up to max_len of them."""
-        heads, _ = self.decode_layout(num_rows, pool, splits=True)
-        return num_splits(num_rows * self.num_heads // heads, max_len, self.busy_splits(num_rows, pool))
+        heads, warps = self.decode_layout(num_rows, pool, splits=True)
+        busy = self.busy_splits(num_rows, pool)
+        return num_splits(num_rows * self.num_heads // heads, max_len, busy, _LONG_FOR_WARP * warps)
 
     def busy_splits(self, num_rows: int, pool: LayerPool) -> int:
         """As many of them as keep the GPU busy: more are for rows that are longer than others."""
@@ -218,7 +219,7 @@ class PagedKernels:
             ("UNROLL", _DECODE_UNROLL),
             ("MIN_SPAN", min_span),
             ("BUSY_SPLITS", splits if busy_splits is None else min(busy_splits, splits)),
-            ("LONG_PART", _LONG_PART),
+            ("LONG_PART", _LONG_FOR_WARP * warps),
         ]
         threads = 32 * warps
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)

@@ -34,6 +34,7 @@ _INPUTS = (
     "sinks",
 )
 _PREFILL_INPUTS = ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after")
+_PRODUCT_INPUTS = ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params")
 _PARTIAL = ("partial_sums", "partial_stats")
 # Name: files of the text, inputs, outputs.
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -64,11 +65,8 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "prefill": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
     "prefill_warpgroup": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
-    "gemv": (
-        ("gemv.inc",),
-        ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
-        ("out",),
-    ),
+    "gemv": (("gemv.inc",), _PRODUCT_INPUTS, ("out",)),
+    "skinny_gemm": (("skinny_gemm.inc",), _PRODUCT_INPUTS, ("out",)),
     "gate": (("gate.inc",), ("x",), ("out",)),
     "embed": (("embed.inc",), ("table", "ids"), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
@@ -88,6 +86,7 @@ _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
     "decode_matrix": ("{}_matrix.h",),
     "decode_matrix_split": ("{}_matrix.h",),
     "gate": ("{}_matrix.h",),
+    "skinny_gemm": ("{}_matrix.h",),
     "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),
     "prefill_warpgroup": ("{}_matrix.h", "panels.inc", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
 }

@@ -92,8 +92,8 @@ def test_which_layers_are_for_matrix_instructions(
     ("rows", "heads", "kv_heads", "layout", "splits"),
     [
         (1, 32, 8, (4, 8), 16),  # 8 threadgroups of all 256 that are wanted, but that are parts enough
-        (16, 32, 8, (4, 8), 8),  # no part has twice 4,096 tokens
-        (17, 32, 8, (4, 4), 8),
+        (16, 32, 8, (4, 8), 4),  # no part has twice 8,192 tokens
+        (17, 32, 8, (4, 4), 8),  # or, with as many warps, 4,096
         (128, 32, 8, (4, 4), 4),  # but 4,096 threadgroups are enough
         (1000, 32, 8, (4, 4), 1),
         (1, 9, 3, (3, 8), 16),
@@ -116,7 +116,7 @@ def test_parts_beyond_those_that_keep_a_gpu_busy_are_for_long_rows(
     kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of one call: parts that have no tokens give no weight."""
-    monkeypatch.setattr(paged, "_LONG_PART", 40)
+    monkeypatch.setattr(paged, "_LONG_FOR_WARP", 10)
     weights: list[mx.array] = []
 
     class Watched(HostKernel):
@@ -255,12 +255,12 @@ def test_heads_of_a_group_are_split_evenly(group: int, heads: int) -> None:
 def test_splits_keep_a_gpu_busy_and_stay_worth_their_while() -> None:
     for rows in (1, 3, 32, 500):
         for length in (1, 1024, 4096, 100_000):
-            splits = num_splits(8 * rows, length, busy_splits(8 * rows))
+            splits = num_splits(8 * rows, length, busy_splits(8 * rows), 4096)
             assert splits & (splits - 1) == 0
             assert splits == 1 or (length // splits >= 256 and rows * 8 * splits <= 4096)
             # Nobody waits for one long row, unless there are threadgroups enough.
             assert length / splits < 2 * 4096 or rows * 8 * splits > 2048
-    assert num_splits(8, 32_768, busy_splits(8)) == 128
+    assert num_splits(8, 32_768, busy_splits(8), 4096) == 128
 
 
 @pytest.mark.parametrize(
