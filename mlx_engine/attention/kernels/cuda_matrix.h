@@ -3,6 +3,9 @@ namespace quire {
 
 __device__ inline bool any(bool value) { return __any_sync(0xffffffffu, value); }
 
+// What another lane has.
+__device__ inline int of_lane(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
 __device__ inline float greater(float one, float two) { return fmaxf(one, two); }
 
 // In one instruction, right to about 22 bits.

@@ -22,10 +22,10 @@ _WANTED_WARPS = 8192
 _WANTED_SKINNY_WARPS = 2048
 _MIN_BLOCKS = 4
 _ENOUGH_SETS = 128
-# Blocks that a warp of it has on their way at most, shared memory of a multiprocessor for them, and threadgroups that
-# are no more than about one for each.
+# Blocks that a warp of it has on their way at most, shared memory beside them, and threadgroups that are no more than
+# about one for each multiprocessor.
 _MAX_STAGES = 8
-_SHARED_BYTES = 192 << 10
+_OTHER_SHARED_BYTES = 20 << 10
 _FEW_GROUPS = 160
 _THREADS = 128
 
@@ -93,7 +93,8 @@ def skinny_gemm(
     num_groups = cdiv(sets, _WARPS // splits)
     stage_bytes = _WARPS * 32 * 16 * (2 * tiles + row_tiles + (norm is not None))
     # One threadgroup has a multiprocessor's shared memory for itself, or two share it.
-    stages = min(_MAX_STAGES, _SHARED_BYTES // (1 if num_groups <= _FEW_GROUPS else 2) // stage_bytes)
+    most = texts.shared_bytes() // (1 if num_groups <= _FEW_GROUPS else 2) - _OTHER_SHARED_BYTES
+    stages = max(2, min(_MAX_STAGES, most // stage_bytes))
     return _product(
         "skinny_gemm", x, weight, norm, bias, residual, gated, rotation,
         num_groups=num_groups,

@@ -10,6 +10,13 @@ inline bool any(bool value) {
   return all > 0.0f;
 }
 
+inline int of_lane(int value, int lane) {
+  const uint32_t mine[1] = {uint32_t(value)};
+  uint32_t all[32][1];
+  simt::Threadgroup::current_group()->exchange(mine, all);
+  return int(all[lane][0]);
+}
+
 inline float greater(float one, float two) { return one > two ? one : two; }
 
 inline float fast_exp2(float x) { return std::exp2(x); }

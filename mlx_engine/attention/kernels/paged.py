@@ -19,6 +19,11 @@ _LOG2_E = math.log2(math.e)
 
 # How often a warp of `decode` reads before it computes, and threads of a threadgroup of the others.
 _DECODE_UNROLL = 4
+# How often a warp of `decode_matrix` has copied what it has not used yet, at most, and its shared memory for that. What
+# those of a threadgroup need beside it.
+_MAX_STAGES = 4
+_RING_BYTES = 24 << 10
+_OTHER_SHARED_BYTES = 20 << 10
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
@@ -198,7 +203,13 @@ class PagedKernels:
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
         heads, warps = self.decode_layout(num_rows, pool, splits=splits > 1)
-        kernel = "decode_matrix" if self.uses_matrix(pool) else "decode"
+        kernel, ahead, shared = "decode", ("UNROLL", _DECODE_UNROLL), 0
+        if self.uses_matrix(pool):
+            kernel = "decode_matrix"
+            stage_bytes = warps * 512 * (2 * cdiv(self.key_head_dim, 32) + 4 * cdiv(self.value_head_dim, 64))
+            most = min(_RING_BYTES * warps, texts.shared_bytes() - _OTHER_SHARED_BYTES)
+            stages = max(2, min(_MAX_STAGES, most // stage_bytes))
+            ahead, shared = ("STAGES", stages), stages * stage_bytes
         params = _params(scale, soft_cap)
         inputs = [
             queries,
@@ -216,7 +227,7 @@ class PagedKernels:
             ("HEADS", heads),
             ("WINDOW", window or 0),
             ("WARPS", warps),
-            ("UNROLL", _DECODE_UNROLL),
+            ahead,
             ("MIN_SPAN", min_span),
             ("BUSY_SPLITS", splits if busy_splits is None else min(busy_splits, splits)),
             ("LONG_PART", _LONG_FOR_WARP * warps),
@@ -225,7 +236,7 @@ class PagedKernels:
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
         shape = (num_rows, self.num_heads, self.value_head_dim)
         if splits == 1:
-            out: mx.array = texts.kernel(kernel)(
+            out: mx.array = texts.kernel(kernel, shared)(
                 inputs=[*inputs, sink_array],
                 template=[*template, ("SINKS", sinks is not None)],
                 grid=grid,
@@ -234,7 +245,7 @@ class PagedKernels:
                 output_dtypes=[self.dtype],
             )[0]
             return out
-        sums, stats = texts.kernel(f"{kernel}_split")(
+        sums, stats = texts.kernel(f"{kernel}_split", shared)(
             inputs=inputs,
             template=template,
             grid=grid,

@@ -20,6 +20,10 @@ _FORGONE: set[str] = set()
 _FIRST_WITH_MATRIX = 80
 _WITH_WARPGROUPS = 90
 
+# Of a threadgroup, in KiB, by compute capability: CUDA's programming guide, technical specifications.
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_SHARED_KIB_ELSEWHERE = 99
+
 _INPUTS = (
     "queries",
     "new_keys",
@@ -107,6 +111,11 @@ def has_matrix_instructions() -> bool:
 def has_warpgroup_instructions() -> bool:
     """Whether the default device has matrix instructions of four warps: Hopper, and nothing before or after."""
     return _compute_capability() == _WITH_WARPGROUPS and "warpgroups" not in _FORGONE
+
+
+def shared_bytes() -> int:
+    """Shared memory that a threadgroup may have on the default device, if that has matrix instructions."""
+    return _SHARED_KIB.get(_compute_capability(), _SHARED_KIB_ELSEWHERE) << 10
 
 
 def forgo_warpgroup_instructions() -> None:

@@ -177,7 +177,7 @@ def test_a_gate_is_silu_of_the_first_half_times_the_second(
 ) -> None:
     used: list[str] = []
     make = texts.kernel
-    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
+    monkeypatch.setattr(texts, "kernel", lambda name, *memory: (used.append(name), make(name, *memory))[1])
     x = mx.array((np.random.default_rng(2).standard_normal((3, 2 * columns)) * 3).astype(np.float32)).astype(dtype)
     first, second = np.split(_exact(x), 2, axis=1)
     got = gate(x)

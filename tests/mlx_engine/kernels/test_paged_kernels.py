@@ -27,6 +27,8 @@ _MATRIX_CASES = [
     DecodeCase(3, 3, 3, 64, 64, 16, 90, mx.float16, window=20),
     DecodeCase(3, 8, 1, 64, 64, 16, 70, mx.bfloat16, soft_cap=3.0, has_sinks=True),
     DecodeCase(3, 24, 1, 80, 80, 16, 70, mx.bfloat16, has_sinks=True),
+    # More than the 32 times 8 warps' tokens whose blocks are looked up at once.
+    DecodeCase(1, 4, 1, 64, 64, 16, 4400, mx.bfloat16),
     # The sums of 8 warps don't fit in shared memory at once.
     DecodeCase(2, 16, 1, 128, 128, 32, 150, mx.bfloat16),
     DecodeCase(3, 4, 2, 96, 64, 48, 300, mx.float16, splits=4),
@@ -48,7 +50,7 @@ def test_decode_by_matrix_instructions_gives_the_same(
 ) -> None:
     used: list[str] = []
     make = texts.kernel
-    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
+    monkeypatch.setattr(texts, "kernel", lambda name, *memory: (used.append(name), make(name, *memory))[1])
     _check_decode(case)
     assert used == (["decode_matrix"] if case.splits == 1 else ["decode_matrix_split", "combine"])
 
@@ -81,7 +83,7 @@ def test_which_layers_are_for_matrix_instructions(
     case = replace(DecodeCase(1, 2, 1, 64, 64, 16, 9, mx.bfloat16), **change)
     inputs = reference.make_inputs(case)
     used: list[str] = []
-    monkeypatch.setattr(texts, "kernel", lambda kernel: (used.append(kernel), HostKernel(kernel))[1])
+    monkeypatch.setattr(texts, "kernel", lambda kernel, *memory: (used.append(kernel), HostKernel(kernel, *memory))[1])
     for there in (False, True):
         monkeypatch.setattr(texts, "has_matrix_instructions", lambda there=there: there)
         reference.run(case, inputs)
