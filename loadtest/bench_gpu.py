@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
-from loadtest import environment
+from loadtest import environment, gpu_memory
 from loadtest.gpu_cases import BLOCK_SIZE, Case, CaseResult, Kind, Settings, plan, render, run_case
 from loadtest.options import exit_on_sigterm, int_list, key_value, merged, positive_int, result_file
 from loadtest.shapes import SHAPES, kv_bytes_per_token, llama_config
@@ -56,12 +56,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=positive_int, default=64, help="decode steps in a round (default: 64)")
     add("--max-num-seqs", type=positive_int, default=256, help="sequences at once, all arms (default: 256)")
     add("--max-num-batched-tokens", type=positive_int, default=8192, help="tokens in a step, ours and vLLM (8192)")
-    add("--kv-gib", type=positive_int, default=32, help="most K/V of one arm; larger cases are skipped (default: 32)")
+    add("--kv-gib", type=positive_int, default=20, help="most K/V of one arm; larger cases are skipped (default: 20)")
     add("--budget-s", type=positive_int, default=540, help="seconds, start included, after which no case begins (540)")
     add("--start-timeout-s", type=positive_int, default=300, help="for an arm to be ready (default: 300)")
     add("--engine", type=key_value, action="append", metavar="KEY=VALUE", help="an EngineConfig value of ours")
     add("--vllm", type=key_value, action="append", metavar="KEY=VALUE", help="an argument of vLLM's LLM()")
-    add("--mlx-lm", type=key_value, action="append", metavar="KEY=VALUE", help="a BatchGenerator option")
+    add(
+        "--mlx-lm",
+        type=key_value,
+        action="append",
+        metavar="KEY=VALUE",
+        help="a BatchGenerator option, or memory_limit_gib",
+    )
     add(
         "--vllm-python", default=sys.executable, metavar="PATH", help="the Python that vLLM runs in (default: this one)"
     )
@@ -152,28 +158,36 @@ def fitting(
 
 
 def engine_options(cases: Sequence[Case], args: argparse.Namespace, settings: Settings) -> dict[str, dict[str, Any]]:
-    """What each arm is built with: pools of one size, limits of one kind."""
+    """What each arm is built with: pools of one size, limits of one kind, on memory too."""
     longest = max(case.sequence_tokens(settings) for case in cases)
     per_token = kv_bytes_per_token(SHAPES[args.shape])
     most = args.kv_gib * 2**30 // per_token
     tokens = min(most, max(longest, *(case.pool_tokens(settings, args.max_num_seqs) for case in cases)))
     blocks = tokens // BLOCK_SIZE + _SPARE_BLOCKS
+    kv_bytes = blocks * BLOCK_SIZE * per_token
+    # What an engine on MLX has freed it keeps up to its limit; by default that is all of the GPU's memory, about.
+    memory_limit_gib = gpu_memory.mlx_limit_gib(SHAPES[args.shape], kv_bytes)
     shared = {
         "max_model_len": longest,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
     }
-    quire = {"num_blocks": blocks, "prefix_cache": "none", "chunk_halving_context": None}
+    quire = {
+        "num_blocks": blocks,
+        "prefix_cache": "none",
+        "chunk_halving_context": None,
+        "memory_limit_gib": memory_limit_gib,
+    }
     vllm = {
         "dtype": "bfloat16",
         "enable_prefix_caching": False,
         # Given as bytes it does not depend on what the other arms take meanwhile; the share is then only what must be
         # free at its start.
-        "kv_cache_memory_bytes": blocks * BLOCK_SIZE * per_token,
+        "kv_cache_memory_bytes": kv_bytes,
         "gpu_memory_utilization": 0.05,
     }
     # Its default is 32: more sequences than that would queue.
-    mlx_lm = {"completion_batch_size": args.max_num_seqs}
+    mlx_lm = {"completion_batch_size": args.max_num_seqs, "memory_limit_gib": memory_limit_gib}
     return {
         "quire": shared | quire | merged(args.engine),
         "vllm": shared | vllm | merged(args.vllm),
@@ -300,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model = llama_config(SHAPES[args.shape])
         builds = {name: {"model": model, "engine": options[name]} for name in args.arms}
+        warn_of_memory({name: options[name] for name in args.arms}, args.shape)
         arms.start(builds, launch, min(args.start_timeout_s, args.budget_s))
         for name, found in arms.described.items():
             if args.shape != "tiny" and "failure" not in found and not found["on_gpu"]:
@@ -327,6 +342,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nWritten: {args.out}")
     failed = any("failure" in found for found in arms.described.values()) or any(found.failures for found in results)
     return 1 if failed else 0
+
+
+def warn_of_memory(options: Mapping[str, dict[str, Any]], shape: str) -> None:
+    """Prints a line if the arms, by the options that they are built with, may take more than the GPU has."""
+    total = gpu_memory.gpu_gib()
+    if total is not None and (words := gpu_memory.warning(gpu_memory.arms_gib(options, SHAPES[shape]), total)):
+        print(words, flush=True)
 
 
 def vllm_environment(args: argparse.Namespace) -> dict[str, str]:

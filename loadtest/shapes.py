@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,6 +53,18 @@ def llama_config(shape: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | shape
+
+
+def num_parameters(shape: Mapping[str, Any]) -> int:
+    """Parameters of a Llama of this shape; embeddings that are the LM head too count once."""
+    hidden: int = shape["hidden_size"]
+    heads = (
+        2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+    )  # of queries and output, keys and values
+    layer: int = hidden * (heads * shape["head_dim"] + 3 * shape["intermediate_size"] + 2)  # and two norms
+    embeddings: int = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
+    layers: int = shape["num_hidden_layers"]
+    return layers * layer + embeddings + hidden  # and the last norm
 
 
 def kv_bytes_per_token(shape: dict[str, Any]) -> int:

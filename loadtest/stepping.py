@@ -35,7 +35,7 @@ class Stepper(Protocol):
         """Ends requests, known to be unfinished."""
 
     def settle(self) -> None:
-        """Gives back what memory the last requests left behind. Only called when idle."""
+        """Gives back what memory the last requests left behind. Called when idle, or when it failed to come to rest."""
 
     def counters(self) -> dict[str, int]:
         """Of the paths that steps took, for the result; they only grow."""
@@ -101,9 +101,11 @@ class StepLoop:
         return {"step_ms": sum(taken) / len(taken), "gaps_ms": taken, "counters": self._counted(before)}
 
     def end(self) -> None:
-        """Ends all requests, lets the engine come to rest and give back what they left behind."""
-        self._come_to_rest()
-        self._stepper.settle()
+        """Ends all requests and lets the engine come to rest; even if it can't, it gives back what they left behind."""
+        try:
+            self._come_to_rest()
+        finally:
+            self._stepper.settle()
 
     def prefill(self, batch: int, context: int, seed: int) -> dict[str, Any]:
         """`batch` prompts handed over together, one token out of each."""
@@ -167,9 +169,9 @@ class StepLoop:
         return request_id
 
     def _come_to_rest(self) -> None:
-        if self._open:
-            self._stepper.abort(list(self._open))
-            self._open.clear()
+        ended, self._open = list(self._open), {}
+        if ended:
+            self._stepper.abort(ended)
         while self._stepper.busy():
             self._stepper.step()
 

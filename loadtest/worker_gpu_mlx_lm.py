@@ -57,10 +57,17 @@ class MLXLMStepper:
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+        self._ids.clear()
         mx.clear_cache()
 
     def counters(self) -> dict[str, int]:
         return {}
+
+
+def limit_memory(limit_gib: float | None) -> None:
+    """Has MLX keep to this, freed memory that it holds on to included; to its own limit where that is less."""
+    if limit_gib is not None:
+        mx.set_memory_limit(min(int(limit_gib * 2**30), mx.get_memory_limit()))
 
 
 def main() -> None:
@@ -72,8 +79,10 @@ def main() -> None:
         foreign = foreign_modules(frozenset())
         if foreign:
             raise RuntimeError(f"this process would not be mlx-lm as shipped: it has imported {foreign}")
+        limit_memory(engine.get("memory_limit_gib"))
         dtype = device_dtype()
-        stepper = MLXLMStepper(random_llama(model, dtype), engine)
+        options = {name: value for name, value in engine.items() if name != "memory_limit_gib"}
+        stepper = MLXLMStepper(random_llama(model, dtype), options)
         handlers.update(StepLoop(stepper, model["vocab_size"]).handlers())
         defaults = {
             name: parameter.default

@@ -33,6 +33,13 @@ class EngineConfig(BaseModel):
     kv_memory_fraction: float = Field(
         0.5, gt=0, le=1, description="share of the memory left after weights and activations that KV may take"
     )
+    memory_limit_gib: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="most GiB that MLX may hold on its device: weights, K/V, recordings, activations and freed memory "
+        "that it keeps; if null what is free at start, on a Mac what Metal recommends, on a CPU no limit",
+    )
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     # A GPU's grid has no more threadgroups in the direction that some kernels count a step's tokens in.
     max_num_batched_tokens: int = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 # Beside the device's own memory, which nothing else uses, a CPU's memory belongs to the user's other programs too:
 # there the pool stays below this unless the configuration asks for a share of memory, or a sequence needs more.
 CPU_DEFAULT_POOL_BYTES = 4 << 30
+# On CUDA the rest of what is free is for what MLX doesn't count, such as the code of kernels and CUDA's graphs. MLX's
+# own limit is this share of all memory, free or not.
+_CUDA_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,38 @@ def available_memory_bytes() -> int:
     return held + int(info["free_memory"])
 
 
+def usable_memory_bytes(config: EngineConfig, available_bytes: int | None = None) -> int:
+    """The bytes to plan an engine by: available_bytes (measured if None), or memory_limit_gib where that is less."""
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    limit = _limit_bytes(config)
+    return available if limit is None else min(limit, available)
+
+
+def limit_memory(config: EngineConfig) -> None:
+    """Sets MLX's limit, of the whole process, to usable_memory_bytes, on CUDA less a margin of what is free.
+
+    On a CPU only where memory_limit_gib is given. By default MLX on CUDA keeps freed memory until it holds nearly all
+    that the device has; where other processes have part of it, allocations fail before. At the limit it lets go of
+    freed memory, and waits for what still runs. It takes more where that does not do. The last call holds.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu and config.memory_limit_gib is None:
+        return
+    limit = usable_memory_bytes(config)
+    if "free_memory" in mx.device_info():
+        limit = min(limit, int(_CUDA_SHARE * available_memory_bytes()))
+    mx.set_memory_limit(limit)
+
+
+def check_weights_fit(config: EngineConfig, weights_bytes: int) -> None:
+    """Raises ConfigError if memory_limit_gib is given and leaves nothing beside the weights."""
+    limit = _limit_bytes(config)
+    if limit is not None and weights_bytes >= limit:
+        raise ConfigError(
+            f"engine.memory_limit_gib is {config.memory_limit_gib:g} ({_gb(limit)}), and the model's weights alone "
+            f"take {_gb(weights_bytes)}: raise it, set it to null, or use a smaller model"
+        )
+
+
 def bytes_per_block(layers: Sequence[LayerKVSpec], block_size: int, kv_dtype: mx.Dtype) -> int:
     """Bytes of one block's keys and values in all layers, with their scales where kv_dtype is int8."""
     return block_size * sum(
@@ -79,27 +115,33 @@ def plan_kv_blocks(
 ) -> KVPlan:
     """How many blocks to allocate: those that the config asks for, or kv_memory_fraction of what memory leaves.
 
-    What memory leaves is available_bytes (measured if None) less weights and activations. There are never more blocks
-    than max_num_seqs sequences of max_model_len tokens could fill. An explicit num_blocks too small for one such
-    sequence is kept, with a warning, when max_model_len is the model's own: requests are then limited by the pool.
-    Raises ConfigError with the numbers when one sequence of max_model_len tokens can't fit.
+    What memory leaves is available_bytes (measured if None), memory_limit_gib at most, less weights and activations.
+    There are never more blocks than max_num_seqs sequences of max_model_len tokens could fill. An explicit num_blocks
+    too small for one such sequence is kept, with a warning, when max_model_len is the model's own: requests are then
+    limited by the pool. Raises ConfigError with the numbers when one sequence of max_model_len tokens can't fit, or an
+    explicit num_blocks not in memory_limit_gib.
     """
     block_bytes = bytes_per_block(layers, block_size, kv_dtype)
     needed = -(-max_model_len // block_size)
     if config.num_blocks is not None:
         _check_explicit(config, needed, max_model_len)
-        return KVPlan(config.num_blocks, block_size, block_bytes, "config")
-    available = available_memory_bytes() if available_bytes is None else available_bytes
-    left = available - weights_bytes - activation_bytes
+        explicit = KVPlan(config.num_blocks, block_size, block_bytes, "config")
+        _check_in_limit(config, explicit, weights_bytes)
+        return explicit
+    usable = usable_memory_bytes(config, available_bytes)
+    left = usable - weights_bytes - activation_bytes
     # The scratch block comes out of the same memory.
     fitting = int(max(left, 0) * config.kv_memory_fraction) // block_bytes - 1
     if fitting < needed:
+        by_limit = usable == _limit_bytes(config)
         raise ConfigError(
             f"one sequence of {max_model_len} tokens needs {needed} KV blocks of {block_size} tokens, "
-            f"{_gb(needed * block_bytes)}, and {max(fitting, 0)} fit: {_gb(available)} of memory, less "
+            f"{_gb(needed * block_bytes)}, and {max(fitting, 0)} fit: {_gb(usable)} of memory"
+            f"{f' (memory_limit_gib {config.memory_limit_gib:g})' if by_limit else ''}, less "
             f"{_gb(weights_bytes)} of weights and {_gb(activation_bytes)} of activations, times kv_memory_fraction "
             f"{config.kv_memory_fraction:g}. Lower max_model_len (to {max(fitting, 0) * block_size} or less), raise "
-            f"kv_memory_fraction, {'' if kv_dtype == mx.int8 else 'set kv_cache_dtype to int8, '}or use a smaller model"
+            f"{'memory_limit_gib or ' if by_limit else ''}kv_memory_fraction, "
+            f"{'' if kv_dtype == mx.int8 else 'set kv_cache_dtype to int8, '}or use a smaller model"
         )
     plan = _capped(config, fitting, needed, block_size, block_bytes)
     logger.info(
@@ -128,6 +170,21 @@ def _check_explicit(config: EngineConfig, needed: int, max_model_len: int) -> No
         held,
         max_model_len,
     )
+
+
+def _check_in_limit(config: EngineConfig, plan: KVPlan, weights_bytes: int) -> None:
+    limit = _limit_bytes(config)
+    if limit is None or weights_bytes + plan.num_bytes <= limit:
+        return
+    raise ConfigError(
+        f"num_blocks is {plan.num_blocks}, which take {_gb(plan.num_bytes)}, and memory_limit_gib "
+        f"{config.memory_limit_gib:g} leaves {_gb(max(0, limit - weights_bytes))} beside {_gb(weights_bytes)} of "
+        "weights. Lower num_blocks, or raise memory_limit_gib: activations come on top"
+    )
+
+
+def _limit_bytes(config: EngineConfig) -> int | None:
+    return None if config.memory_limit_gib is None else math.ceil(config.memory_limit_gib * 2**30)
 
 
 def _capped(config: EngineConfig, fitting: int, needed: int, block_size: int, block_bytes: int) -> KVPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -158,6 +159,23 @@ class MLXModelRunner:
 
     def execute_model(self, output: SchedulerOutput) -> StepHandle:
         """See ModelRunner."""
+        try:
+            return self._execute(output)
+        except Exception:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Lets go of a step that failed: the one after would follow it, and so run again what is left of it."""
+        self._last_sampled, self._last_request_ids = None, []
+        if self._compiled is None:
+            return
+        # What has begun must not run beside the step after, which writes to the same pools.
+        with contextlib.suppress(RuntimeError):
+            mx.synchronize()
+        self._compiled.forget()
+
+    def _execute(self, output: SchedulerOutput) -> StepHandle:
         batch = build_input_batch(output, self._block_size, self._last_request_ids)
         request_ids = [seq.request_id for seq in batch.samples]
         recorded, compiled = self._recorded, self._compiled

@@ -18,7 +18,7 @@ from mlx_engine.drafts import DraftSource
 from mlx_engine.engine import Engine
 from mlx_engine.errors import ConfigError, KernelError
 from mlx_engine.gpu import adapt_for_gpu
-from mlx_engine.memory import available_memory_bytes, plan_kv_blocks
+from mlx_engine.memory import check_weights_fit, limit_memory, plan_kv_blocks, usable_memory_bytes
 from mlx_engine.model_runner import MLXModelRunner
 from mlx_engine.models.embedded import served_name
 from mlx_engine.models.load import LoadedModel, load_model, runs_on_cpu
@@ -54,12 +54,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     # Policies first: a wrong name should not cost a model load.
     policies = _create_policies(config)
     native = _native_library(config, report)
+    limit_memory(config)
     loaded = load_model(resolve_model(config.model, report), config.dtype, report)
     return _assemble(config, loaded, native, *policies, report)
 
 
 def build_engine_for(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine around a model that is loaded already, on the thread that loaded it. For tests and benches."""
+    limit_memory(config)
     return _assemble(config, loaded, _native_library(config, _silent), *_create_policies(config), _silent)
 
 
@@ -105,6 +107,7 @@ def _assemble(
     report: Progress,
 ) -> Engine:
     max_model_len = _max_model_len(config, loaded)
+    check_weights_fit(config, loaded.weight_bytes)
     on_cpu = runs_on_cpu()
     if on_cpu:
         keep_freed_memory()
@@ -241,7 +244,8 @@ def _recorded_decode(config: EngineConfig, compiled: CompiledDecode | None) -> R
     if compiled is None or not config.record_decode or not mx.cuda.is_available():
         return None
     try:
-        return RecordedDecode(compiled, load_graphs(), config.block_size, int(_RECORDED_OF_FREE * _free_bytes()))
+        max_bytes = int(_RECORDED_OF_FREE * _free_bytes(config))
+        return RecordedDecode(compiled, load_graphs(), config.block_size, max_bytes)
     except NativeUnavailable as error:
         logger.warning("decode steps are compiled but not recorded, slower for small batches: %s", error)
         return None
@@ -263,12 +267,12 @@ def _recorded_chunks(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_pages=recorded.max_pages,
         block_size=config.block_size,
-        max_bytes=int(min(_CHUNKS_OF_ALL * available_memory_bytes(), _CHUNKS_OF_FREE * _free_bytes())),
+        max_bytes=int(min(_CHUNKS_OF_ALL * usable_memory_bytes(config), _CHUNKS_OF_FREE * _free_bytes(config))),
     )
 
 
-def _free_bytes() -> int:
-    return max(0, available_memory_bytes() - int(mx.get_active_memory()))
+def _free_bytes(config: EngineConfig) -> int:
+    return max(0, usable_memory_bytes(config) - int(mx.get_active_memory()))
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

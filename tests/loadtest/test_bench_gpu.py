@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench_gpu
+from loadtest import bench_gpu, gpu_memory
 from loadtest.bench_gpu import Arms, engine_options, fitting, main, measure, parse_args, vllm_environment
 from loadtest.gpu_cases import Settings, plan
 from loadtest.report.load import read
@@ -187,8 +187,54 @@ def test_options_of_the_command_line_reach_the_engines() -> None:
     options = engine_options(plan(["decode"], args.decode, {}, [], []), args, settings)
     assert options["quire"]["scheduler"] == "itl_target"
     assert options["vllm"]["enforce_eager"] is True
-    assert options["mlx-lm"] == {"completion_batch_size": 300, "prefill_batch_size": 4}
+    limit = options["quire"]["memory_limit_gib"]
+    assert options["mlx-lm"] == {"completion_batch_size": 300, "prefill_batch_size": 4, "memory_limit_gib": limit}
     assert options["quire"]["max_num_seqs"] == 300, "as many as the largest batch"
+
+
+def test_the_default_bound_of_kv_holds_what_a_larger_one_would() -> None:
+    settings = Settings()
+    found = []
+    for arguments in ([], ["--kv-gib", "32"]):
+        args = parse_args(arguments)
+        cases = plan(args.cases, args.decode, args.prefill, args.rates, args.temperatures)
+        found.append(fitting(cases, args, settings)[0])
+    assert args.kv_gib == 32
+    assert parse_args([]).kv_gib == 20
+    assert found[0] == found[1]
+
+
+def test_arms_on_mlx_are_bounded_by_weights_kv_and_room_beside() -> None:
+    settings = Settings()
+    args = parse_args(["--shape", "llama-1b"])
+    cases = plan(["decode"], {512: [8]}, {}, [], [])
+    options = engine_options(cases, args, settings)
+    kv_gib = options["vllm"]["kv_cache_memory_bytes"] / 2**30
+    bound = kv_gib + 2 * 1_235_814_400 / 2**30 + 16
+    assert options["quire"]["memory_limit_gib"] == options["mlx-lm"]["memory_limit_gib"] == pytest.approx(bound)
+    assert "memory_limit_gib" not in options["vllm"]
+    args = parse_args(["--engine", "memory_limit_gib=50", "--mlx-lm", "memory_limit_gib=null"])
+    options = engine_options(cases, args, settings)
+    assert options["quire"]["memory_limit_gib"] == 50
+    assert options["mlx-lm"]["memory_limit_gib"] is None
+
+
+@pytest.mark.usefixtures("fakes")
+def test_arms_that_may_take_more_than_the_gpu_has_are_warned_of_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    total: list[float | None] = [30.0]
+    monkeypatch.setattr(gpu_memory, "gpu_gib", lambda: total[0])
+    bounds = ["--engine", "memory_limit_gib=17", "--mlx-lm", "memory_limit_gib=18", "--arms"]
+    assert run(tmp_path, *bounds, "quire,mlx-lm")[0] == 0, "it is no more than a warning"
+    out = capsys.readouterr().out
+    words = "WARNING: together the arms may take 35.0 GiB (quire 17.0, mlx-lm 18.0), and the GPU has 30.0 GiB"
+    assert out.index(words) < out.index("quire: ready")
+    assert "Drop an arm (--arms), or lower --kv-gib" in out
+    for enough, arms in ((36.0, "quire,mlx-lm"), (30.0, "quire"), (None, "quire,mlx-lm")):
+        total[0] = enough
+        run(tmp_path, *bounds, arms)
+        assert "WARNING" not in capsys.readouterr().out
 
 
 def test_batches_of_a_context_that_is_given_twice_are_put_together() -> None:
@@ -294,6 +340,8 @@ def test_our_engine_and_mlx_lm_run_a_tiny_model_on_any_machine(tmp_path: Path) -
     assert counters, "which paths ran must be in the result"
     assert "preemptions" not in counters
     assert result["arms"]["quire"]["options"]["max_num_batched_tokens"] == 8192
+    assert result["arms"]["quire"]["options"]["memory_limit_gib"] > 16
+    assert result["arms"]["mlx-lm"]["options"]["memory_limit_gib"] > 16
 
 
 VLLM = """

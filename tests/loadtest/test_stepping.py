@@ -61,6 +61,25 @@ def test_a_case_may_follow_one_that_was_ended_half_way(monkeypatch: pytest.Monke
     assert loop.prefill(batch=4, context=10, seed=0)["seconds"] == 4.0
 
 
+def test_an_engine_that_can_not_come_to_rest_gives_its_memory_back_and_the_next_case_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepper, loop, _ = make(monkeypatch)
+    loop.decode_begin(batch=3, context=10, max_tokens=100, seed=0)
+    abort = stepper.abort
+
+    def fails(request_ids: Any) -> None:
+        abort(request_ids)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(stepper, "abort", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.end()
+    assert stepper.settled == 1
+    loop.decode_begin(batch=2, context=10, max_tokens=100, seed=0)
+    assert len(loop.decode_round(steps=3, skip=0)["gaps_ms"]) == 3
+
+
 def test_sequences_that_end_too_soon_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _, loop, _ = make(monkeypatch)
     # Admitted one a step, the first of three is two tokens ahead of the last.

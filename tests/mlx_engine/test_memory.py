@@ -5,12 +5,20 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from pydantic import ValidationError
 
 from mlx_engine import memory
 from mlx_engine.attention.pool import LayerPool
 from mlx_engine.config import EngineConfig
 from mlx_engine.errors import ConfigError
-from mlx_engine.memory import KVPlan, available_memory_bytes, plan_kv_blocks
+from mlx_engine.memory import (
+    KVPlan,
+    available_memory_bytes,
+    check_weights_fit,
+    limit_memory,
+    plan_kv_blocks,
+    usable_memory_bytes,
+)
 from mlx_engine.types import LayerKVSpec
 
 LAYERS = [LayerKVSpec(3, 64, 64)] * 30
@@ -105,13 +113,13 @@ def test_advice_of_the_refusal_works() -> None:
     assert _plan(300 * BLOCK, max_model_len=advised).num_tokens >= advised
 
 
-def _explicit(num_blocks: int, max_model_len: int | None) -> KVPlan:
+def _explicit(num_blocks: int, max_model_len: int | None, weights: int = 0, limit: float | None = None) -> KVPlan:
     return plan_kv_blocks(
-        EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len),
+        EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, memory_limit_gib=limit),
         LAYERS,
         kv_dtype=mx.float32,
         block_size=16,
-        weights_bytes=0,
+        weights_bytes=weights,
         activation_bytes=0,
         max_model_len=max_model_len or 8192,
     )
@@ -127,6 +135,87 @@ def test_explicit_blocks_below_the_models_own_length_are_kept_with_a_warning(cap
     with caplog.at_level(logging.WARNING):
         assert _explicit(32, None).num_blocks == 32
     assert "512 tokens" in caplog.text
+
+
+def _gib(num_bytes: int) -> float:
+    return num_bytes / 2**30
+
+
+def test_a_limit_below_what_is_available_is_what_the_pool_is_planned_by() -> None:
+    options = {"kv_memory_fraction": 0.5, "weights": 300 * BLOCK, "activation": 100 * BLOCK}
+    assert _plan(10**12, memory_limit_gib=_gib(1000 * BLOCK), **options) == _plan(1000 * BLOCK, **options)
+    assert _plan(1000 * BLOCK, memory_limit_gib=1000.0, **options) == _plan(1000 * BLOCK, **options)
+
+
+def test_a_sequence_that_does_not_fit_the_limit_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"memory \(memory_limit_gib 0\.5\), less.*raise memory_limit_gib or kv_mem"):
+        _plan(10**12, max_model_len=8192, memory_limit_gib=0.5)
+    with pytest.raises(ConfigError) as caught:
+        _plan(10**8, max_model_len=8192, memory_limit_gib=0.5)
+    assert "memory_limit_gib" not in str(caught.value), "less is available: raising it would not help"
+
+
+def test_explicit_blocks_beyond_the_limit_are_refused() -> None:
+    limit = _gib(150 * BLOCK)
+    assert _explicit(99, None, weights=50 * BLOCK, limit=limit).num_blocks == 99  # and the scratch block
+    with pytest.raises(ConfigError, match=r"num_blocks is 100,.*memory_limit_gib.*Lower num_blocks"):
+        _explicit(100, None, weights=50 * BLOCK, limit=limit)
+
+
+def test_weights_that_leave_nothing_of_the_limit_are_refused() -> None:
+    check_weights_fit(EngineConfig(memory_limit_gib=1), 2**30 - 1)
+    check_weights_fit(EngineConfig(), 10**15)
+    with pytest.raises(ConfigError, match=r"memory_limit_gib is 1 \(1\.07 GB\).*weights alone take 2\.00 GB: raise it"):
+        check_weights_fit(EngineConfig(memory_limit_gib=1), 2 * 10**9)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_limit_is_a_number_above_zero(value: float) -> None:
+    with pytest.raises(ValidationError, match="memory_limit_gib"):
+        EngineConfig(memory_limit_gib=value)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the CPU's own default")
+def test_on_a_cpu_mlx_is_limited_only_where_that_is_asked_for(mlx_limit: int) -> None:
+    limit_memory(EngineConfig())
+    assert mx.get_memory_limit() == mlx_limit
+    limit_memory(EngineConfig(memory_limit_gib=0.125))
+    assert mx.get_memory_limit() == 2**27
+    # The last call holds, also where it allows more.
+    limit_memory(EngineConfig(memory_limit_gib=0.25))
+    assert mx.get_memory_limit() == 2**28
+    limit_memory(EngineConfig(memory_limit_gib=10.0**6))
+    assert mx.get_memory_limit() < 10**6 * 2**30, "no more than there is"
+
+
+def _on_gpu(monkeypatch: pytest.MonkeyPatch, info: dict[str, int]) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 20 * 2**30)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 0)
+
+
+def test_on_cuda_mlx_keeps_to_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch, mlx_limit: int) -> None:
+    _on_gpu(monkeypatch, {"total_memory": 140 * 2**30, "free_memory": 60 * 2**30})
+    limit_memory(EngineConfig())
+    assert mx.get_memory_limit() == 76 * 2**30, "95% of the 20 GiB that it holds and the 60 that are free"
+    assert usable_memory_bytes(EngineConfig()) == 80 * 2**30
+    limit_memory(EngineConfig(memory_limit_gib=30))
+    assert mx.get_memory_limit() == usable_memory_bytes(EngineConfig(memory_limit_gib=30)) == 30 * 2**30
+    limit_memory(EngineConfig(memory_limit_gib=100))
+    assert mx.get_memory_limit() == 76 * 2**30
+    # Of a GPU that nobody else uses it is MLX's own limit.
+    _on_gpu(monkeypatch, {"total_memory": 140 * 2**30, "free_memory": 120 * 2**30})
+    limit_memory(EngineConfig())
+    assert mx.get_memory_limit() == 133 * 2**30
+
+
+def test_on_metal_mlx_keeps_to_what_is_recommended(monkeypatch: pytest.MonkeyPatch, mlx_limit: int) -> None:
+    _on_gpu(monkeypatch, {"memory_size": 64 * 2**30, "max_recommended_working_set_size": 48 * 2**30})
+    limit_memory(EngineConfig())
+    assert mx.get_memory_limit() == 48 * 2**30
+    limit_memory(EngineConfig(memory_limit_gib=30.5))
+    assert mx.get_memory_limit() == 61 * 2**29
 
 
 def test_available_memory_is_measured_and_counts_what_mlx_holds() -> None:

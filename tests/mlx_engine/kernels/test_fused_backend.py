@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_engine import model_runner
+from mlx_engine import memory, model_runner
 from mlx_engine.attention import fused
 from mlx_engine.attention.fused import FusedBackend, FusedStep
 from mlx_engine.attention.kernels import PagedKernels, texts
@@ -66,7 +66,7 @@ def test_the_same_tokens_as_by_gathering(
     if how == "recorded":
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
         monkeypatch.setattr(build, "load_graphs", FakeGraphs)
-        monkeypatch.setattr(build, "available_memory_bytes", lambda: 1 << 40)
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
     engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=how != "eager")
     assert engine.stats().dispatch == {}, "what the warm-up did is none of a request's"
     assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
@@ -95,6 +95,39 @@ def test_large_steps_are_handed_over_layer_by_layer(kernels_on_host: None, monke
     steps = [launched[i : i + num_layers] for i in range(0, len(launched), num_layers)]
     assert len(steps) > 1
     assert all(len(set(step)) == 1 and step[0][0] >= 20 for step in steps)
+
+
+def test_what_is_left_of_a_step_that_failed_runs_in_no_later_one(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory, say: once its requests are ended the engine can go on."""
+    options = {"attention_backend": "fused", "prefix_cache": "none"}
+    expected = _tokens(_engine("llama_biases", **options))
+    engine = _engine("llama_biases", **options)
+    attend, followed = FusedBackend.attend_fused, []
+
+    def fails_in_the_second_layer(self: FusedBackend, layer: int, *arguments: Any) -> mx.array:
+        if layer == 1:
+            raise RuntimeError("out of memory")
+        return attend(self, layer, *arguments)
+
+    engine.add_request(Request("failed", tuple(range(3, 20)), SamplingParams(max_tokens=5)))
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedBackend, "attend_fused", fails_in_the_second_layer)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    engine.abort_request("failed")
+    assert not engine.has_unfinished_requests()
+
+    make_step = fused._make_step
+
+    def watched(batch: Any, block_size: int, after: Any) -> FusedStep:
+        followed.append(list(after))
+        return make_step(batch, block_size, after)
+
+    monkeypatch.setattr(fused, "_make_step", watched)
+    assert _tokens(engine) == expected
+    assert followed[0] == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +160,7 @@ def test_drafts_run_where_a_kernel_takes_the_chunks(
     if how == "recorded":
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
         monkeypatch.setattr(build, "load_graphs", FakeGraphs)
-        monkeypatch.setattr(build, "available_memory_bytes", lambda: 1 << 40)
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, 3))
     got, stats = answers(_engine("llama_bfloat16", max_num_seqs=24, **options))
     assert got == expected

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mlx_engine import recorded_chunks
+from mlx_engine import memory, recorded_chunks
 from mlx_engine.attention.fused import FusedBackend
 from mlx_engine.attention.kernels import texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
@@ -372,7 +372,7 @@ def recording_engine(gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(build_module, "load_graphs", FakeGraphs)
-    monkeypatch.setattr(build_module, "available_memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(build_module, "adapt_for_cpu", lambda model, native: adapt_for_gpu(model))
     monkeypatch.setattr(recorded_chunks, "_TOKENS", (16,))
     monkeypatch.setattr(recorded_chunks, "_MORE_TOKENS", ())
