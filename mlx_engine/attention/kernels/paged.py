@@ -32,9 +32,10 @@ MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
-# On matrix instructions warps have more on their way: so many keep a GPU busy with heads of 64 columns, and of larger
-# ones as many as read the same. Parts of one row are also what the second kernel has to put together.
+# On matrix instructions warps have more on their way: so many keep a GPU busy with keys of up to so many bytes, and of
+# longer ones as many as read the same. Parts of one row are also what the second kernel has to put together.
 _WANTED_WARPS_MATRIX = 2048
+_ROW_BYTES = 128
 _ENOUGH_SPLITS = 16
 # Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this, if that
 # doesn't take too many threadgroups. To many of those short rows leave nothing to do.
@@ -128,15 +129,23 @@ class PagedKernels:
         """A number of tokens, on the host and on the device."""
         return num_tokens, mx.full((texts.MIN_SIZE,), num_tokens, mx.int32)
 
-    def uses_matrix(self, pool: LayerPool) -> bool:
-        """Whether attention over this pool runs on a warp's matrix instructions."""
+    def takes_chunks(self, pool: LayerPool) -> bool:
+        """Whether `prefill` takes chunks over this pool: it runs on matrix instructions, for pools of 16 bits."""
+        return self._fits_matrix(pool) and not pool.quantized
+
+    def decode_kernel(self, pool: LayerPool) -> str:
+        """The kernel that attends decode rows over this pool: a warp's matrix instructions where they can."""
+        if not self._fits_matrix(pool):
+            return "decode"
+        return "decode_matrix_int8" if pool.quantized else "decode_matrix"
+
+    def _fits_matrix(self, pool: LayerPool) -> bool:
         dims = (self.key_head_dim, self.value_head_dim)
         return (
             texts.has_matrix_instructions()
             and self.dtype in (mx.float16, mx.bfloat16)
-            and not pool.quantized
             and self.block_size % 16 == 0
-            and all(dim % 8 == 0 and dim <= 128 for dim in dims)
+            and all(dim % (16 if pool.quantized else 8) == 0 and dim <= 128 for dim in dims)
         )
 
     def decode_layout(self, num_rows: int, pool: LayerPool, splits: bool) -> tuple[int, int]:
@@ -147,7 +156,7 @@ class PagedKernels:
         """
         group = self.num_heads // self.num_kv_heads
         num_groups = num_rows * self.num_kv_heads
-        if self.uses_matrix(pool):
+        if self.decode_kernel(pool) != "decode":
             heads = heads_per_group(group, _MAX_HEADS_MATRIX)
             return heads, 8 if num_groups * (group // heads) <= 2 * _FEW_GROUPS else 4
         if num_groups <= _FEW_GROUPS and not splits:
@@ -163,9 +172,10 @@ class PagedKernels:
         """As many of them as keep the GPU busy: more are for rows that are longer than others."""
         heads, warps = self.decode_layout(num_rows, pool, splits=True)
         num_groups = num_rows * self.num_heads // heads
-        if not self.uses_matrix(pool):
+        if self.decode_kernel(pool) == "decode":
             return busy_splits(num_groups)
-        wanted = _WANTED_WARPS_MATRIX * 64 // max(64, self.key_head_dim, self.value_head_dim) // warps
+        row_bytes = max(self.key_head_dim, self.value_head_dim) * pool.keys.dtype.size
+        wanted = _WANTED_WARPS_MATRIX * _ROW_BYTES // max(_ROW_BYTES, row_bytes) // warps
         return busy_splits(num_groups, wanted, _ENOUGH_SPLITS)
 
     def decode(
@@ -197,7 +207,7 @@ class PagedKernels:
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
         heads, warps = self.decode_layout(num_rows, pool, splits=splits > 1)
-        kernel = "decode_matrix" if self.uses_matrix(pool) else "decode"
+        kernel = self.decode_kernel(pool)
         params = _params(scale, soft_cap)
         inputs = [
             queries,
