@@ -277,7 +277,7 @@ def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:
     mx.eval(collected(queries))
     times = {"sdpa_first_s": time.perf_counter() - start}
     times["sdpa_s"] = statistics.median(seconds_of_chain(collected, queries, rounds)) / _CHUNK_CHAIN
-    if kernels.uses_matrix(pool):
+    if kernels.takes_chunks(pool):
         plan = ChunkPlan.of(described, 0, kernels.tile_shape)
         mx.eval(plan.block_table, plan.chunks, plan.tiles)
 

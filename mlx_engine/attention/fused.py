@@ -126,7 +126,7 @@ class FusedBackend(GatherBackend):
     def tile_shape(self, num_heads: Sequence[int]) -> tuple[int, int] | None:
         """That of all layers' chunks, of which each has so many query heads; None where the kernels don't take them."""
         shapes = {
-            kernels.tile_shape if kernels.uses_matrix(pool) else None
+            kernels.tile_shape if kernels.takes_chunks(pool) else None
             for kernels, pool in (
                 (self._layer_kernels(heads, spec), pool)
                 for heads, spec, pool in zip(num_heads, self._layers, self._pools, strict=True)
@@ -222,7 +222,7 @@ class FusedBackend(GatherBackend):
         # Rows with drafts have a ticket too, chunks or not.
         if ticket is not None and num_decodes < queries.shape[0]:
             after = ticket
-            if kernels.uses_matrix(pool):
+            if kernels.takes_chunks(pool):
                 plan = step.chunk_plan(kernels.tile_shape)
                 self._counts["chunk_paged"] += plan.chunks.shape[0]
                 rows = queries[num_decodes:].squeeze(2)

@@ -8,6 +8,9 @@ __device__ inline int of_lane(int value, int lane) { return __shfl_sync(0xffffff
 
 __device__ inline float greater(float one, float two) { return fmaxf(one, two); }
 
+// What another lane of the warp has.
+__device__ inline float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
 // In one instruction, right to about 22 bits.
 __device__ inline float fast_exp2(float x) {
   float power;
@@ -36,6 +39,18 @@ __device__ inline unsigned load4(const T* source) {
 template <typename T>
 __device__ inline void store4(T* target, unsigned word) {
   *reinterpret_cast<unsigned*>(target) = word;
+}
+
+// Words of 4 bytes, two or four of them read at once; 0 where they aren't wanted.
+template <typename T>
+__device__ inline void load_words(const T* source, bool wanted, unsigned (&words)[2]) {
+  const uint2 raw = wanted ? *reinterpret_cast<const uint2*>(source) : make_uint2(0, 0);
+  words[0] = raw.x;
+  words[1] = raw.y;
+}
+template <typename T>
+__device__ inline void load_words(const T* source, bool wanted, unsigned (&words)[4]) {
+  split(wanted ? load16(source) : zero16(), words);
 }
 
 __device__ inline unsigned shared_address(const void* pointer) { return unsigned(__cvta_generic_to_shared(pointer)); }
@@ -104,5 +119,27 @@ struct Matrix<__half> {
         : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(one), "r"(two));
   }
 };
+
+typedef __half Half;
+
+// Four signed bytes as float16, exactly: the first and the third, the second and the fourth.
+__device__ inline void widen(unsigned bytes, unsigned& even, unsigned& odd) {
+  // 1024 + 128 + the byte, less 1024 + 128. In one instruction: (bytes & 0x00ff00ff) ^ 0x64806480.
+  unsigned biased[2];
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased[0]) : "r"(bytes), "r"(0x00ff00ffu), "r"(0x64806480u));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased[1]) : "r"(bytes >> 8), "r"(0x00ff00ffu), "r"(0x64806480u));
+  const __half2 offset = __float2half2_rn(1152.0f);
+  const __half2 numbers[2] = {__hsub2(*reinterpret_cast<const __half2*>(&biased[0]), offset),
+                              __hsub2(*reinterpret_cast<const __half2*>(&biased[1]), offset)};
+  even = *reinterpret_cast<const unsigned*>(&numbers[0]);
+  odd = *reinterpret_cast<const unsigned*>(&numbers[1]);
+}
+
+// Of signed bytes, in integers: 32 numbers a row, of which a word has four.
+__device__ inline void multiply_add_bytes(int (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(one), "r"(two));
+}
 
 }  // namespace quire

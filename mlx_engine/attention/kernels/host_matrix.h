@@ -19,6 +19,15 @@ inline int of_lane(int value, int lane) {
 
 inline float greater(float one, float two) { return one > two ? one : two; }
 
+inline float shuffle(float value, int lane) {
+  uint32_t mine[1];
+  std::memcpy(mine, &value, 4);
+  uint32_t all[32][1];
+  simt::Threadgroup::current_group()->exchange(mine, all);
+  std::memcpy(&value, all[lane], 4);
+  return value;
+}
+
 inline float fast_exp2(float x) { return std::exp2(x); }
 
 inline void split(Raw raw, unsigned (&words)[4]) { std::memcpy(words, raw.words, 16); }
@@ -49,6 +58,14 @@ unsigned load4(const T* source) {
 template <typename T>
 void store4(T* target, unsigned word) {
   std::memcpy(target, &word, 4);
+}
+
+template <typename T, size_t N>
+void load_words(const T* source, bool wanted, unsigned (&words)[N]) {
+  std::memset(words, 0, sizeof(words));
+  if (wanted) {
+    std::memcpy(words, source, sizeof(words));
+  }
 }
 
 // As on GPUs, which keep the first 1,024 bytes for themselves.
@@ -102,5 +119,31 @@ struct Matrix {
     }
   }
 };
+
+using Half = float16;
+
+inline int8_t byte_of(unsigned word, int place) { return int8_t(word >> 8 * place); }
+
+inline void widen(unsigned bytes, unsigned& even, unsigned& odd) {
+  even = Matrix<Half>::pack(byte_of(bytes, 0), byte_of(bytes, 2));
+  odd = Matrix<Half>::pack(byte_of(bytes, 1), byte_of(bytes, 3));
+}
+
+// As Matrix::multiply_add, of rows and columns of 32 bytes, four of them in a row where that has two numbers.
+inline void multiply_add_bytes(int (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
+  const uint32_t mine[6] = {rows[0], rows[1], rows[2], rows[3], one, two};
+  uint32_t all[32][6];
+  simt::Threadgroup::current_group()->exchange(mine, all);
+  const int lane = QUIRE_LANE;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8;
+    const int column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const int owner = k % 16 / 4;
+      sums[i] += byte_of(all[row % 8 * 4 + owner][row / 8 + k / 16 * 2], k % 4) *
+                 byte_of(all[column * 4 + owner][4 + k / 16], k % 4);
+    }
+  }
+}
 
 }  // namespace quire

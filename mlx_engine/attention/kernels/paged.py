@@ -37,12 +37,13 @@ MIN_TOKENS = 256
 _WHOLE_TOKENS = 1024
 _MAX_SPLITS = 128
 _FEW_GROUPS = 64
-# On matrix instructions warps have more on their way: so many keep a GPU busy with heads of 64 columns, and of larger
-# ones as many as read the same. Parts of one row are also what the second kernel has to put together.
+# On matrix instructions warps have more on their way: so many keep a GPU busy with keys of up to so many bytes, and of
+# longer ones as many as read the same. Parts of one row are also what the second kernel has to put together.
 _WANTED_WARPS_MATRIX = 2048
+_ROW_BYTES = 128
 _ENOUGH_SPLITS = 16
-# Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this for each of
-# its warps, if that doesn't take too many threadgroups. To many of those short rows leave nothing to do.
+# Of many rows one may be longer than all others, and be waited for: no part has twice as many tokens as this for each
+# of its warps, if that doesn't take too many threadgroups. To many of those short rows leave nothing to do.
 _LONG_FOR_WARP = 1024
 _MOST_GROUPS = 4096
 _MAX_COPY_GROUPS = 256
@@ -133,15 +134,23 @@ class PagedKernels:
         """A number of tokens, on the host and on the device."""
         return num_tokens, mx.full((texts.MIN_SIZE,), num_tokens, mx.int32)
 
-    def uses_matrix(self, pool: LayerPool) -> bool:
-        """Whether attention over this pool runs on a warp's matrix instructions."""
+    def takes_chunks(self, pool: LayerPool) -> bool:
+        """Whether `prefill` takes chunks over this pool: it runs on matrix instructions, for pools of 16 bits."""
+        return self._fits_matrix(pool) and not pool.quantized
+
+    def decode_kernel(self, pool: LayerPool) -> str:
+        """The kernel that attends decode rows over this pool: a warp's matrix instructions where they can."""
+        if not self._fits_matrix(pool):
+            return "decode"
+        return "decode_matrix_int8" if pool.quantized else "decode_matrix"
+
+    def _fits_matrix(self, pool: LayerPool) -> bool:
         dims = (self.key_head_dim, self.value_head_dim)
         return (
             texts.has_matrix_instructions()
             and self.dtype in (mx.float16, mx.bfloat16)
-            and not pool.quantized
             and self.block_size % 16 == 0
-            and all(dim % 8 == 0 and dim <= 128 for dim in dims)
+            and all(dim % (16 if pool.quantized else 8) == 0 and dim <= 128 for dim in dims)
         )
 
     def decode_layout(self, num_rows: int, pool: LayerPool, splits: bool) -> tuple[int, int]:
@@ -152,7 +161,7 @@ class PagedKernels:
         """
         group = self.num_heads // self.num_kv_heads
         num_groups = num_rows * self.num_kv_heads
-        if self.uses_matrix(pool):
+        if self.decode_kernel(pool) != "decode":
             heads = heads_per_group(group, _MAX_HEADS_MATRIX)
             return heads, 8 if num_groups * (group // heads) <= 2 * _FEW_GROUPS else 4
         if num_groups <= _FEW_GROUPS and not splits:
@@ -169,10 +178,18 @@ class PagedKernels:
         """As many of them as keep the GPU busy: more are for rows that are longer than others."""
         heads, warps = self.decode_layout(num_rows, pool, splits=True)
         num_groups = num_rows * self.num_heads // heads
-        if not self.uses_matrix(pool):
+        if self.decode_kernel(pool) == "decode":
             return busy_splits(num_groups)
-        wanted = _WANTED_WARPS_MATRIX * 64 // max(64, self.key_head_dim, self.value_head_dim) // warps
+        row_bytes = max(self.key_head_dim, self.value_head_dim) * pool.keys.dtype.size
+        wanted = _WANTED_WARPS_MATRIX * _ROW_BYTES // max(_ROW_BYTES, row_bytes) // warps
         return busy_splits(num_groups, wanted, _ENOUGH_SPLITS)
+
+    def _ring(self, warps: int) -> tuple[int, int]:
+        """The stages of decode_matrix.inc, and the bytes of shared memory that they take."""
+        stage_bytes = warps * 512 * (2 * cdiv(self.key_head_dim, 32) + 4 * cdiv(self.value_head_dim, 64))
+        most = min(_RING_BYTES * warps, texts.shared_bytes() - _OTHER_SHARED_BYTES)
+        stages = max(2, min(_MAX_STAGES, most // stage_bytes))
+        return stages, stages * stage_bytes
 
     def decode(
         self,
@@ -203,13 +220,10 @@ class PagedKernels:
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
         heads, warps = self.decode_layout(num_rows, pool, splits=splits > 1)
-        kernel, ahead, shared = "decode", ("UNROLL", _DECODE_UNROLL), 0
-        if self.uses_matrix(pool):
-            kernel = "decode_matrix"
-            stage_bytes = warps * 512 * (2 * cdiv(self.key_head_dim, 32) + 4 * cdiv(self.value_head_dim, 64))
-            most = min(_RING_BYTES * warps, texts.shared_bytes() - _OTHER_SHARED_BYTES)
-            stages = max(2, min(_MAX_STAGES, most // stage_bytes))
-            ahead, shared = ("STAGES", stages), stages * stage_bytes
+        kernel, ahead, shared = self.decode_kernel(pool), ("UNROLL", _DECODE_UNROLL), 0
+        if kernel == "decode_matrix":
+            stages, shared = self._ring(warps)
+            ahead = ("STAGES", stages)
         params = _params(scale, soft_cap)
         inputs = [
             queries,

@@ -37,6 +37,8 @@ class DecodeCase:
     min_span: int = 1
     busy_splits: int | None = None
     quantized: bool = False
+    key_size: float = 1.0  # what keys are multiplied by, and queries divided
+    value_size: float = 1.0
     seed: int = 0
 
     @property
@@ -64,8 +66,8 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
     """The longest row first, then a padding row, then rows of any length."""
     rng = np.random.default_rng(case.seed)
 
-    def draw(*shape: int) -> Array:
-        return _exact(_array(rng.standard_normal(shape), case.dtype))
+    def draw(*shape: int, size: float = 1.0) -> Array:
+        return _exact(_array(rng.standard_normal(shape) * size, case.dtype))
 
     seq_lens = rng.integers(1, case.max_len + 1, case.num_rows)
     seq_lens[0] = case.max_len
@@ -81,8 +83,8 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
             readable[block_tables[row, token // case.block_size], token % case.block_size] = True
     pools: list[Array] = []
     scales: list[Array | None] = []
-    for dim in (case.key_head_dim, case.value_head_dim):
-        numbers = draw(num_blocks, case.num_kv_heads, case.block_size, dim)
+    for dim, size in ((case.key_head_dim, case.key_size), (case.value_head_dim, case.value_size)):
+        numbers = draw(num_blocks, case.num_kv_heads, case.block_size, dim, size=size)
         if case.quantized:
             integers, worth = quantize(numbers)
             pools.append(np.where(readable[:, None, :, None], integers, 99))
@@ -91,9 +93,9 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
             pools.append(np.where(readable[:, None, :, None], numbers, np.nan))
             scales.append(None)
     return DecodeInputs(
-        queries=draw(case.num_rows, case.num_heads, case.key_head_dim),
-        new_keys=draw(case.num_rows, case.num_kv_heads, case.key_head_dim),
-        new_values=draw(case.num_rows, case.num_kv_heads, case.value_head_dim),
+        queries=draw(case.num_rows, case.num_heads, case.key_head_dim, size=1 / case.key_size),
+        new_keys=draw(case.num_rows, case.num_kv_heads, case.key_head_dim, size=case.key_size),
+        new_values=draw(case.num_rows, case.num_kv_heads, case.value_head_dim, size=case.value_size),
         key_pool=pools[0],
         value_pool=pools[1],
         key_scales=scales[0],
@@ -250,6 +252,8 @@ def cases(dtype: mx.Dtype) -> list[DecodeCase]:
         DecodeCase(3, 12, 1, 64, 64, 16, 160, dtype, window=50, splits=2),
         DecodeCase(2, 4, 2, 128, 64, 8, 90, dtype, soft_cap=20.0, has_sinks=True, splits=8),
         DecodeCase(4, 3, 3, 64, 64, 16, 1, dtype),
+        DecodeCase(3, 16, 1, 112, 112, 16, 90, dtype, has_sinks=True),
+        DecodeCase(2, 8, 1, 64, 64, 32, 200, dtype, splits=2, value_size=1e-3, key_size=100.0),
     ]
     return [
         *sizes,
@@ -270,6 +274,7 @@ def long_cases(dtype: mx.Dtype) -> list[DecodeCase]:
     heads = [DecodeCase(3, 4, 1, dim, dim, 16 if dim < 100 else 32, 32768, dtype) for dim in (64, 80, 96, 128, 256)]
     return [
         *(replace(case, splits=32) for case in heads),
+        *(replace(case, splits=32, quantized=True) for case in heads),
         replace(heads[0], splits=8, window=5000),
         replace(heads[0], splits=16, busy_splits=2, min_span=256),
         heads[0],

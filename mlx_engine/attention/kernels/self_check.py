@@ -42,7 +42,7 @@ def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.
         )
         _check(name, dtype, partial(reference.decode_error, case))
     kernels = PagedKernels(*heads, block_size, dtype)
-    if kernels.uses_matrix(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
+    if kernels.takes_chunks(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
         chunks = reference.ChunkCase(_CHUNKS, *heads, block_size, dtype=dtype, growth=_GROWTH)
         name, measure = "attention of prefill chunks", partial(reference.chunks_error, chunks)
         try:

@@ -54,6 +54,12 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         _INPUTS[:-1],
         _PARTIAL,
     ),
+    "decode_matrix_int8": (("decode_place.inc", "decode_matrix_int8.inc", "decode_whole.inc"), _INPUTS, ("out",)),
+    "decode_matrix_int8_split": (
+        ("decode_place.inc", "decode_empty.inc", "decode_matrix_int8.inc", "decode_split.inc"),
+        _INPUTS[:-1],
+        _PARTIAL,
+    ),
     "combine": (("combine.inc",), ("partial_sums", "partial_stats", "sinks"), ("out",)),
     "sample": (("sample.inc",), ("logits", "options"), ("out",)),
     "publish": (("publish.inc",), ("sampled", "samples"), ("ticket",)),
@@ -89,6 +95,8 @@ def kernel_text(name: str, dialect: Dialect) -> str:
 _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
     "decode_matrix": ("{}_matrix.h",),
     "decode_matrix_split": ("{}_matrix.h",),
+    "decode_matrix_int8": ("{}_matrix.h",),
+    "decode_matrix_int8_split": ("{}_matrix.h",),
     "gate": ("{}_matrix.h",),
     "skinny_gemm": ("{}_matrix.h",),
     "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),

@@ -40,6 +40,10 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         (mx.bfloat16, 256, mx.bfloat16),
         (mx.float32, 64, mx.float32),
         (mx.bfloat16, 64, mx.int8),
+        (mx.bfloat16, 128, mx.int8),
+        (mx.float16, 80, mx.int8),
+        (mx.bfloat16, 256, mx.int8),
+        (mx.float32, 64, mx.int8),
     ],
     ids=str,
 )
@@ -56,7 +60,7 @@ def test_attention(dtype: mx.Dtype, head_dim: int, stored: mx.Dtype, options: di
         kernels.decode(queries, new, new, pool, tables, lengths, scale=1.0, splits=splits, **options)
     ticket = kernels.append(new, new, pool, mx.zeros((3,), mx.int32))
     kernels.collect(pool, tables[0], kernels.length(3), ticket)
-    if kernels.uses_matrix(pool):
+    if kernels.takes_chunks(pool):
         plan = ChunkPlan.of([PrefillChunk(0, 3, 0, np.zeros(1, np.int32))], 0, kernels.tile_shape)
         kernels.prefill(queries, pool, plan, ticket, scale=1.0, **options)
 

@@ -54,6 +54,13 @@ def _tokens(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
+def _record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets steps be recorded as on CUDA."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "load_graphs", FakeGraphs)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v2"])
@@ -64,9 +71,7 @@ def test_the_same_tokens_as_by_gathering(
     expected = _tokens(_engine(name, attention_backend="gather", kv_cache_dtype=kv))
     monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)
     if how == "recorded":
-        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(build, "load_graphs", FakeGraphs)
-        monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
+        _record(monkeypatch)
     engine = _engine(name, attention_backend="fused", kv_cache_dtype=kv, compile_decode=how != "eager")
     assert engine.stats().dispatch == {}, "what the warm-up did is none of a request's"
     assert engine.info.kv_dtype == {"auto": "float32", "int8": "int8"}[kv]
@@ -75,6 +80,29 @@ def test_the_same_tokens_as_by_gathering(
     assert counts["fused"] > 0
     assert counts["chunk_sdpa"] > 0
     assert {path for path in ("compiled", "recorded") if counts.get(path)} == {how} - {"eager"}
+
+
+@pytest.mark.parametrize("how", ["eager", "recorded"])
+def test_8_bits_on_matrix_instructions_give_the_same_tokens(
+    kernels_on_host: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Decode rows by their own kernel, chunks by MLX's attention: 16 bits round otherwise, which may tell in a draw."""
+    expected = _tokens(_engine("llama_bfloat16", attention_backend="gather", kv_cache_dtype="int8"))
+    monkeypatch.setattr(model_runner, "kernels_run_here", lambda: True)
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    used: set[str] = set()
+    make = texts.kernel
+    monkeypatch.setattr(texts, "kernel", lambda name, *size: (used.add(name), make(name, *size))[1])
+    if how == "recorded":
+        _record(monkeypatch)
+    engine = _engine(
+        "llama_bfloat16", attention_backend="fused", kv_cache_dtype="int8", compile_decode=how == "recorded"
+    )
+    got = _tokens(engine)
+    assert sum(got[request] == expected[request] for request in expected) >= len(expected) - 1
+    assert "decode_matrix_int8" in used
+    assert not used & {"decode", "prefill", "prefill_warpgroup"}
+    assert engine.stats().dispatch["chunk_sdpa"] > 0
 
 
 def test_large_steps_are_handed_over_layer_by_layer(kernels_on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +186,7 @@ def test_drafts_run_where_a_kernel_takes_the_chunks(
     options = {"attention_backend": "fused", "compile_decode": how != "eager"}
     expected, plain = answers(_engine("llama_bfloat16", **options))
     if how == "recorded":
-        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(build, "load_graphs", FakeGraphs)
-        monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
+        _record(monkeypatch)
     monkeypatch.setattr(build, "create_drafter", lambda name, options: Replay(expected, 3))
     got, stats = answers(_engine("llama_bfloat16", max_num_seqs=24, **options))
     assert got == expected

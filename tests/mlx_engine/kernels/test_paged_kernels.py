@@ -37,6 +37,19 @@ _MATRIX_CASES = [
     DecodeCase(70, 4, 2, 64, 64, 16, 3, mx.bfloat16, splits=2),
     DecodeCase(70, 24, 2, 48, 64, 16, 20, mx.bfloat16),
 ]
+_QUANTIZED_MATRIX_CASES = [
+    *(replace(case, quantized=True, seed=seed) for seed, case in enumerate(_MATRIX_CASES)),
+    DecodeCase(3, 3, 1, 112, 112, 16, 130, mx.float16, quantized=True, window=40),
+    DecodeCase(3, 8, 2, 16, 32, 16, 200, mx.bfloat16, quantized=True, splits=2, min_span=64),
+    DecodeCase(2, 16, 2, 64, 128, 16, 140, mx.float16, quantized=True, soft_cap=20.0),
+    # Parts and windows that begin and end within 32 tokens, of which a warp reads so many at once.
+    *(DecodeCase(5, 4, 1, 64, 64, 16, 333, mx.float16, window=117, quantized=True, splits=4, seed=s) for s in range(3)),
+    # As large and as small as the types go.
+    DecodeCase(3, 4, 1, 64, 64, 16, 90, mx.float16, quantized=True, value_size=1e4, key_size=1e3),
+    DecodeCase(3, 4, 1, 64, 64, 16, 90, mx.float16, quantized=True, value_size=1e-3, key_size=1e-3),
+    DecodeCase(3, 4, 1, 64, 64, 16, 90, mx.bfloat16, quantized=True, value_size=1e37, key_size=1e30),
+    DecodeCase(3, 4, 1, 64, 64, 16, 90, mx.bfloat16, quantized=True, value_size=1e-28, key_size=1e-28),
+]
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
@@ -44,7 +57,7 @@ def test_decode_is_attention_over_the_rows_own_tokens(dialect: str, case: Decode
     _check_decode(case)
 
 
-@pytest.mark.parametrize("case", _MATRIX_CASES, ids=str)
+@pytest.mark.parametrize("case", [*_MATRIX_CASES, *_QUANTIZED_MATRIX_CASES], ids=str)
 def test_decode_by_matrix_instructions_gives_the_same(
     matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, case: DecodeCase
 ) -> None:
@@ -52,7 +65,47 @@ def test_decode_by_matrix_instructions_gives_the_same(
     make = texts.kernel
     monkeypatch.setattr(texts, "kernel", lambda name, *memory: (used.append(name), make(name, *memory))[1])
     _check_decode(case)
-    assert used == (["decode_matrix"] if case.splits == 1 else ["decode_matrix_split", "combine"])
+    name = "decode_matrix_int8" if case.quantized else "decode_matrix"
+    assert used == ([name] if case.splits == 1 else [f"{name}_split", "combine"])
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_small_values_of_great_weight_count_beside_large_ones_of_small_weight(
+    matrix_dialect: str, dtype: mx.Dtype
+) -> None:
+    """The first token has nearly all of the weight, and the others have values that are a million times as large."""
+    case = DecodeCase(1, 2, 2, 64, 64, 16, 60, dtype, quantized=True, value_size=1e4)
+    inputs = reference.make_inputs(case)
+    assert inputs.key_scales is not None
+    assert inputs.value_scales is not None
+    first = inputs.block_tables[0, 0], slice(None), 0
+    inputs.key_scales *= 1e-3
+    query = inputs.queries[0]
+    key = query / (query**2).sum(axis=-1, keepdims=True) * 24 * np.log(2) / case.scale
+    inputs.key_pool[first], inputs.key_scales[first] = reference.quantize(key)
+    inputs.new_keys *= 2.0**-10
+    inputs.value_scales[first] *= 2.0**-20
+    out, _ = reference.run(case, inputs)
+    expected = reference.decode(case, inputs)
+    inputs.value_scales[first] = 0
+    others = reference.decode(case, inputs)
+    assert 0.1 < np.linalg.norm(others) / np.linalg.norm(expected) < 0.9, "both must matter"
+    assert reference.relative_error(out, expected) < reference.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("growth", [2.0**0.02, 2.0**-0.02], ids=["growing", "shrinking"])
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scales_may_grow_and_shrink_along_a_row(matrix_dialect: str, dim: int, heads: int, growth: float) -> None:
+    """Several steps of each warp, whose values have another unit, and scores another top, than those before."""
+    case = DecodeCase(1, heads, 1, dim, dim, 48, 750, mx.float16, quantized=True)
+    inputs = reference.make_inputs(case)
+    for scales in (inputs.key_scales, inputs.value_scales):
+        assert scales is not None
+        tokens = np.arange(scales.shape[2] * inputs.block_tables.shape[1]).reshape(-1, 1, scales.shape[2])
+        scales[inputs.block_tables[0]] *= 0.1 * growth ** (tokens if growth < 1 else tokens - case.max_len // 2)
+    out, _ = reference.run(case, inputs)
+    assert reference.relative_error(out, reference.decode(case, inputs)) < reference.TOLERANCE[case.dtype]
 
 
 def _check_decode(case: DecodeCase) -> None:
@@ -70,7 +123,11 @@ def _check_decode(case: DecodeCase) -> None:
         ({}, "decode_matrix"),
         ({"dtype": mx.float16}, "decode_matrix"),
         ({"dtype": mx.float32}, "decode"),
-        ({"quantized": True}, "decode"),
+        ({"quantized": True}, "decode_matrix_int8"),
+        ({"quantized": True, "dtype": mx.float16}, "decode_matrix_int8"),
+        ({"quantized": True, "dtype": mx.float32}, "decode"),
+        ({"quantized": True, "key_head_dim": 144}, "decode"),
+        ({"quantized": True, "block_size": 24}, "decode"),
         ({"key_head_dim": 136}, "decode"),
         ({"value_head_dim": 256}, "decode"),
         ({"block_size": 24}, "decode"),
@@ -88,6 +145,9 @@ def test_which_layers_are_for_matrix_instructions(
         monkeypatch.setattr(texts, "has_matrix_instructions", lambda there=there: there)
         reference.run(case, inputs)
     assert used == ["decode", name]
+    kernels = PagedKernels(2, 1, case.key_head_dim, case.value_head_dim, case.block_size, case.dtype)
+    # Prefill has no kernel for 8 bits.
+    assert kernels.takes_chunks(reference.make_pool(case, inputs)) == (name == "decode_matrix")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +211,16 @@ def test_parts_beyond_those_that_keep_a_gpu_busy_are_for_long_rows(
     ],
 )  # fmt: skip
 def test_larger_heads_are_split_less(monkeypatch: pytest.MonkeyPatch, rows: int, dim: int, splits: int) -> None:
-    """Of 4,096 tokens: what was fastest, or near it, on an H200."""
+    """Of 4,096 tokens: what was fastest, or near it, on an H200. In 8 bits no head is larger than 64 are in 16."""
     monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
-    pool = LayerPool.zeros(LayerKVSpec(8, dim, dim), 2, 16, mx.bfloat16, mx.bfloat16)
-    assert PagedKernels(32, 8, dim, dim, 16, mx.bfloat16).num_splits(rows, pool, 4096) == splits
+    kernels = PagedKernels(32, 8, dim, dim, 16, mx.bfloat16)
+    pool, small, pool_int8 = (
+        LayerPool.zeros(LayerKVSpec(8, head_dim, head_dim), 2, 16, mx.bfloat16, stored)
+        for head_dim, stored in ((dim, mx.bfloat16), (64, mx.bfloat16), (dim, mx.int8))
+    )
+    assert kernels.num_splits(rows, pool, 4096) == splits
+    like = PagedKernels(32, 8, 64, 64, 16, mx.bfloat16).num_splits(rows, small, 4096)
+    assert kernels.num_splits(rows, pool_int8, 4096) == like
 
 
 def test_parts_share_what_they_read_among_heads() -> None:
@@ -185,6 +251,15 @@ def test_append_writes_its_slots_and_no_other(dialect: str, dtype: mx.Dtype, pla
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_8_bits_are_the_same_bytes_whoever_stores_them_and_come_back_the_same(dialect: str, dtype: mx.Dtype) -> None:
+    _check_bytes(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_8_bits_are_the_same_bytes_where_matrix_instructions_read_them(matrix_dialect: str, dtype: mx.Dtype) -> None:
+    _check_bytes(dtype)
+
+
+def _check_bytes(dtype: mx.Dtype) -> None:
     kernels = PagedKernels(4, 2, 64, 80, 16, dtype)
     rng = np.random.default_rng(2)
     # A sequence of 37 tokens in blocks 3, 1, 4: its tokens' positions, and so their slots, in any order.
