@@ -174,6 +174,27 @@ def test_the_layout_for_matrix_instructions(
     assert kernels.num_splits(rows, pool, 1024) == 1
 
 
+@pytest.mark.parametrize(
+    ("kib", "dim", "few", "many"),
+    [(227, 64, (8, 4), (4, 4)), (227, 128, (8, 3), (4, 3)), (99, 64, (8, 2), (4, 4)), (99, 128, (4, 2), (4, 2))],
+)
+def test_copies_on_their_way_fit_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, kib: int, dim: int, few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    """Warps and stages of few rows and of many, and sums of 16 heads beside them."""
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(texts, "shared_bytes", lambda: kib << 10)
+    for num_heads in (8, 32, 128):
+        kernels = PagedKernels(num_heads, 8, dim, dim, 16, mx.bfloat16)
+        pool = LayerPool.zeros(LayerKVSpec(8, dim, dim), 2, 16, mx.bfloat16, mx.bfloat16)
+        for rows, wanted in ((1, few), (100, many)):
+            heads, warps = kernels.decode_layout(rows, pool, splits=False)
+            stages, shared = kernels._ring(heads, warps)
+            assert (warps, stages) == wanted or num_heads != 32
+            sums = warps * heads * dim
+            assert shared + 4 * (sums if sums <= 8192 else sums // warps) * (dim + 4) // dim < kib << 10
+
+
 def test_parts_beyond_those_that_keep_a_gpu_busy_are_for_long_rows(
     kernels_on_host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
