@@ -234,6 +234,7 @@ def test_parts_beyond_those_that_keep_a_gpu_busy_are_for_long_rows(
 def test_larger_heads_are_split_less(monkeypatch: pytest.MonkeyPatch, rows: int, dim: int, splits: int) -> None:
     """Of 4,096 tokens: what was fastest, or near it, on an H200. In 8 bits no head is larger than 64 are in 16."""
     monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(texts, "shared_bytes", lambda: 227 << 10)
     kernels = PagedKernels(32, 8, dim, dim, 16, mx.bfloat16)
     pool, small, pool_int8 = (
         LayerPool.zeros(LayerKVSpec(8, head_dim, head_dim), 2, 16, mx.bfloat16, stored)
