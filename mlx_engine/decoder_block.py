@@ -12,17 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_engine.attention.kernels.gemv import (
-    MAX_GEMV_ROWS,
-    MAX_SKINNY_ROWS,
-    Norm,
-    Rotation,
-    gate,
-    gemv,
-    rotate,
-    skinny_gemm,
-    skinny_gemm_takes,
-)
+from mlx_engine.attention.kernels.gemv import MAX_GEMV_ROWS, Norm, Rotation, gate, gemv, rotate
 
 # Modules whose TransformerBlock computes x + attention(norm(x)), then h + down(silu(gate(n)) * up(n)) with n = norm(h).
 _MODULES = ("mlx_lm.models.llama", "mlx_lm.models.qwen2", "mlx_lm.models.qwen3")
@@ -47,14 +37,6 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self._num_kv_heads: int = attention.n_kv_heads
         self._scale: float = attention.scale
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
-        products = (
-            (self.query_key_value, None if self._angles is None else self._head_dim // 2),
-            (self.output, None),
-            (self.gate_up, self.gate_up.weight.shape[0] // 2),
-            (self.down, None),
-        )
-        takes_skinny = all(skinny_gemm_takes(linear.weight, pair) for linear, pair in products)
-        self._most_rows = MAX_SKINNY_ROWS if takes_skinny else MAX_GEMV_ROWS  # of products of ours
         mx.eval(self.parameters())
 
     @staticmethod
@@ -84,15 +66,14 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         """x [T, 1, d]; returns the same shape."""
         rows = x.squeeze(1)
         attended = self._attend(rows, mask, cache)
-        if rows.shape[0] > self._most_rows:
+        if rows.shape[0] > MAX_GEMV_ROWS:
             hidden = _add_product(rows, attended, self.output)
             normed = self.post_attention_layernorm(hidden)
             both = normed @ self.gate_up.weight.T
             return _add_product(hidden, gate(both), self.down)[:, None]
-        product = gemv if rows.shape[0] <= MAX_GEMV_ROWS else skinny_gemm
-        hidden = product(attended, self.output.weight, bias=self.output.get("bias"), residual=rows)
-        gated = product(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
-        return product(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]
+        hidden = gemv(attended, self.output.weight, bias=self.output.get("bias"), residual=rows)
+        gated = gemv(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
+        return gemv(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]
 
     @property
     def _head_dim(self) -> int:
@@ -105,9 +86,9 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         rotation = None
         if self._angles is not None:
             rotation = Rotation(*self._angles(cache.offset), num_heads + num_kv_heads)
-        if rows.shape[0] <= self._most_rows:
-            product = gemv if rows.shape[0] <= MAX_GEMV_ROWS else skinny_gemm
-            joined = rotated = product(rows, weight, norm=_norm(self.input_layernorm), bias=bias, rotation=rotation)
+        if rows.shape[0] <= MAX_GEMV_ROWS:
+            joined = gemv(rows, weight, norm=_norm(self.input_layernorm), bias=bias, rotation=rotation)
+            rotated = joined
         else:
             normed = self.input_layernorm(rows)
             joined = normed @ weight.T if bias is None else mx.addmm(bias, normed, weight.T)

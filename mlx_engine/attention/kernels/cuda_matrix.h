@@ -3,9 +3,6 @@ namespace quire {
 
 __device__ inline bool any(bool value) { return __any_sync(0xffffffffu, value); }
 
-// What another lane has.
-__device__ inline int of_lane(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
-
 __device__ inline float greater(float one, float two) { return fmaxf(one, two); }
 
 // What another lane of the warp has.
@@ -60,12 +57,6 @@ __device__ inline unsigned shared_address(const void* pointer) { return unsigned
 template <typename T>
 __device__ inline void copy16(Raw* target, const T* source, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
-               "r"(wanted ? 16 : 0));
-}
-// The same of what other warps read too: it goes through the first cache.
-template <typename T>
-__device__ inline void copy16_shared(Raw* target, const T* source, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                "r"(wanted ? 16 : 0));
 }
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;"); }

@@ -12,21 +12,10 @@ from mlx_engine.types import cdiv
 
 # Rows up to which these products are worth their while: beyond, MLX's own are faster.
 MAX_GEMV_ROWS = 2
-MAX_SKINNY_ROWS = 16
 _WARPS = 8
 _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
-# Those that have more on their way, the fewest blocks of 64 bytes worth one, and sets of 32 columns that are enough: of
-# fewer, sets of 16 are made.
-_WANTED_SKINNY_WARPS = 2048
-_MIN_BLOCKS = 4
-_ENOUGH_SETS = 128
-# Blocks that a warp of it has on their way at most, shared memory beside them, and threadgroups that are no more than
-# about one for each multiprocessor.
-_MAX_STAGES = 8
-_OTHER_SHARED_BYTES = 20 << 10
-_FEW_GROUPS = 160
 _THREADS = 128
 
 
@@ -62,87 +51,17 @@ def gemv(
     Then one of: residual [rows, N] is added; `gated` gives silu(first half) * second half [rows, N / 2]; `rotation`
     turns the heads that [rows, N] starts with. All of one type and row-contiguous, K a multiple of 16 bytes, N even.
     """
-    num_columns, depth = weight.shape
-    splits = _num_splits(num_columns // 2, depth * x.dtype.size // 16)
-    pair = _pair(num_columns, gated, rotation) or 1
-    return _product(
-        "gemv", x, weight, norm, bias, residual, gated, rotation,
-        num_groups=cdiv(num_columns // 2, _WARPS // splits),
-        constants=[("ROWS", x.shape[0]), ("PAIR", pair), ("SPLITS", splits), ("UNROLL", _UNROLL)],
-    )  # fmt: skip
-
-
-def skinny_gemm(
-    x: mx.array,
-    weight: mx.array,
-    *,
-    norm: Norm | None = None,
-    bias: mx.array | None = None,
-    residual: mx.array | None = None,
-    gated: bool = False,
-    rotation: Rotation | None = None,
-) -> mx.array:
-    """The same for more rows, on matrix instructions: for what `skinny_gemm_takes` says."""
-    num_columns, depth = weight.shape
-    pair = _pair(num_columns, gated, rotation)
-    if pair is None and num_columns % 32 == 0 and num_columns // 32 >= _ENOUGH_SETS:
-        pair = 16
-    tiles = 1 if pair is None else 2
-    sets, row_tiles = num_columns // (16 * tiles), cdiv(x.shape[0], 8)
-    splits = _skinny_splits(sets, cdiv(depth, 32))
-    num_groups = cdiv(sets, _WARPS // splits)
-    stage_bytes = _WARPS * 32 * 16 * (2 * tiles + row_tiles + (norm is not None))
-    # One threadgroup has a multiprocessor's shared memory for itself, or two share it.
-    most = texts.shared_bytes() // (1 if num_groups <= _FEW_GROUPS else 2) - _OTHER_SHARED_BYTES
-    stages = max(2, min(_MAX_STAGES, most // stage_bytes))
-    return _product(
-        "skinny_gemm", x, weight, norm, bias, residual, gated, rotation,
-        num_groups=num_groups,
-        constants=[
-            ("ROW_TILES", row_tiles), ("PAIR", pair or 16), ("TILES", tiles), ("SPLITS", splits), ("STAGES", stages),
-        ],
-        shared_memory=stages * stage_bytes,
-    )  # fmt: skip
-
-
-def skinny_gemm_takes(weight: mx.array, pair: int | None = None) -> bool:
-    """Whether this device can multiply a few rows with weight [N, K] so; `pair` columns apart are those of a pair."""
-    num_columns, depth = weight.shape
-    return (
-        texts.has_matrix_instructions()
-        and weight.dtype in (mx.float16, mx.bfloat16)
-        and depth % 8 == 0
-        and (num_columns % 16 == 0 if pair is None else pair % 16 == 0 and num_columns % (2 * pair) == 0)
-    )
-
-
-def _pair(num_columns: int, gated: bool, rotation: Rotation | None) -> int | None:
-    """How far apart two columns are that belong together."""
-    if gated:
-        return num_columns // 2
-    return None if rotation is None else rotation.cosines.shape[1]
-
-
-def _product(
-    kernel: str,
-    x: mx.array,
-    weight: mx.array,
-    norm: Norm | None,
-    bias: mx.array | None,
-    residual: mx.array | None,
-    gated: bool,
-    rotation: Rotation | None,
-    *,
-    num_groups: int,
-    constants: list[tuple[str, int]],
-    shared_memory: int = 0,
-) -> mx.array:
-    """Runs one of the kernels, which are given and called alike."""
     rows, depth = x.shape
     num_columns = weight.shape[0]
     finish = 1 if residual is not None else 2 if gated else 3 if rotation is not None else 0
+    pair = 1
+    if gated:
+        pair = num_columns // 2
+    elif rotation is not None:
+        pair = rotation.cosines.shape[1]
+    splits = _num_splits(num_columns // 2, depth * x.dtype.size // 16)
     none = texts.constants()
-    out: mx.array = texts.kernel(kernel, shared_memory)(
+    out: mx.array = texts.kernel("gemv")(
         inputs=[
             x,
             weight,
@@ -155,16 +74,19 @@ def _product(
         ],
         template=[
             ("T", x.dtype),
+            ("ROWS", rows),
             ("N", num_columns),
             ("K", depth),
+            ("PAIR", pair),
             ("WARPS", _WARPS),
-            *constants,
+            ("SPLITS", splits),
+            ("UNROLL", _UNROLL),
             ("NORM", norm is not None),
             ("BIAS", bias is not None),
             ("FINISH", finish),
             ("HEADS", 0 if rotation is None else rotation.num_heads),
         ],
-        grid=(num_groups * _WARPS * 32, 1, 1),
+        grid=(cdiv(num_columns // 2, _WARPS // splits) * _WARPS * 32, 1, 1),
         threadgroup=(_WARPS * 32, 1, 1),
         output_shapes=[(rows, num_columns // 2 if gated else num_columns)],
         output_dtypes=[x.dtype],
@@ -224,13 +146,5 @@ def _num_splits(num_pairs: int, num_pieces: int) -> int:
     """Into how many parts to split the sums of a pair of columns: enough warps, each with some pieces to read."""
     splits = 1
     while num_pairs * splits < _WANTED_WARPS and splits < _WARPS and num_pieces >= 2 * splits * 32 * _UNROLL:
-        splits *= 2
-    return splits
-
-
-def _skinny_splits(num_sets: int, num_blocks: int) -> int:
-    """Into how many parts to split the sums of a set of columns: enough warps, each with some blocks to read."""
-    splits = 1
-    while num_sets * splits < _WANTED_SKINNY_WARPS and splits < _WARPS and num_blocks >= 2 * splits * _MIN_BLOCKS:
         splits *= 2
     return splits

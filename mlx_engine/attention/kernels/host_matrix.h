@@ -10,13 +10,6 @@ inline bool any(bool value) {
   return all > 0.0f;
 }
 
-inline int of_lane(int value, int lane) {
-  const uint32_t mine[1] = {uint32_t(value)};
-  uint32_t all[32][1];
-  simt::Threadgroup::current_group()->exchange(mine, all);
-  return int(all[lane][0]);
-}
-
 inline float greater(float one, float two) { return one > two ? one : two; }
 
 inline float shuffle(float value, int lane) {
@@ -40,10 +33,6 @@ inline unsigned high_halves(unsigned one, unsigned two) { return one >> 16 | (tw
 template <typename T>
 void copy16(Raw* target, const T* source, bool wanted) {
   *target = wanted ? load16(source) : zero16();
-}
-template <typename T>
-void copy16_shared(Raw* target, const T* source, bool wanted) {
-  copy16(target, source, wanted);
 }
 inline void end_copies() {}
 template <int LEFT>

@@ -19,9 +19,6 @@ _LOG2_E = math.log2(math.e)
 
 # How often a warp of `decode` reads before it computes, and threads of a threadgroup of the others.
 _DECODE_UNROLL = 4
-# How often a warp of `decode_matrix` has copied what it has not used yet, at most, and its shared memory for that.
-_MAX_STAGES = 4
-_RING_BYTES = 24 << 10
 _THREADS = 128
 # Query heads that one threadgroup takes at most: their queries and sums fill its registers. A lane that reads 16 bytes
 # holds twice as many numbers of each where a number is 8 bits.
@@ -161,8 +158,7 @@ class PagedKernels:
         num_groups = num_rows * self.num_kv_heads
         if self.decode_kernel(pool) != "decode":
             heads = heads_per_group(group, _MAX_HEADS_MATRIX)
-            few = num_groups * (group // heads) <= 2 * _FEW_GROUPS and (pool.quantized or self._ring(heads, 8)[0] > 1)
-            return heads, 8 if few else 4
+            return heads, 8 if num_groups * (group // heads) <= 2 * _FEW_GROUPS else 4
         if num_groups <= _FEW_GROUPS and not splits:
             return 1, 8
         return heads_per_group(group, _MAX_HEADS_QUANTIZED if pool.quantized else _MAX_HEADS), 4
@@ -182,16 +178,6 @@ class PagedKernels:
         row_bytes = max(self.key_head_dim, self.value_head_dim) * pool.keys.dtype.size
         wanted = _WANTED_WARPS_MATRIX * _ROW_BYTES // max(_ROW_BYTES, row_bytes) // warps
         return busy_splits(num_groups, wanted, _ENOUGH_SPLITS)
-
-    def _ring(self, heads: int, warps: int) -> tuple[int, int]:
-        """The stages of decode_matrix.inc, and the bytes of shared memory that they take."""
-        stage_bytes = warps * 512 * (2 * cdiv(self.key_head_dim, 32) + 4 * cdiv(self.value_head_dim, 64))
-        # Beside them there are the sums of the warps, together or one after the other, and their tops and totals.
-        sums = warps * heads * self.value_head_dim
-        beside = 4 * ((sums if sums <= 8192 else sums // warps) + warps * heads * 6)
-        stages = min(_RING_BYTES * warps, texts.shared_bytes() - beside) // stage_bytes
-        stages = max(1, min(_MAX_STAGES, stages))
-        return stages, stages * stage_bytes
 
     def decode(
         self,
@@ -222,10 +208,7 @@ class PagedKernels:
         num_rows = queries.shape[0]
         group = self.num_heads // self.num_kv_heads
         heads, warps = self.decode_layout(num_rows, pool, splits=splits > 1)
-        kernel, ahead, shared = self.decode_kernel(pool), ("UNROLL", _DECODE_UNROLL), 0
-        if kernel == "decode_matrix":
-            stages, shared = self._ring(heads, warps)
-            ahead = ("STAGES", stages)
+        kernel = self.decode_kernel(pool)
         params = _params(scale, soft_cap)
         inputs = [
             queries,
@@ -243,7 +226,7 @@ class PagedKernels:
             ("HEADS", heads),
             ("WINDOW", window or 0),
             ("WARPS", warps),
-            ahead,
+            ("UNROLL", _DECODE_UNROLL),
             ("MIN_SPAN", min_span),
             ("BUSY_SPLITS", splits if busy_splits is None else min(busy_splits, splits)),
             ("LONG_PART", _LONG_FOR_WARP * warps),
@@ -252,7 +235,7 @@ class PagedKernels:
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
         shape = (num_rows, self.num_heads, self.value_head_dim)
         if splits == 1:
-            out: mx.array = texts.kernel(kernel, shared)(
+            out: mx.array = texts.kernel(kernel)(
                 inputs=[*inputs, sink_array],
                 template=[*template, ("SINKS", sinks is not None)],
                 grid=grid,
@@ -261,7 +244,7 @@ class PagedKernels:
                 output_dtypes=[self.dtype],
             )[0]
             return out
-        sums, stats = texts.kernel(f"{kernel}_split", shared)(
+        sums, stats = texts.kernel(f"{kernel}_split")(
             inputs=inputs,
             template=template,
             grid=grid,

@@ -20,10 +20,6 @@ _FORGONE: set[str] = set()
 _FIRST_WITH_MATRIX = 80
 _WITH_WARPGROUPS = 90
 
-# Of a threadgroup, in KiB, by compute capability: CUDA's programming guide, technical specifications.
-_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
-_SHARED_KIB_ELSEWHERE = 99
-
 _INPUTS = (
     "queries",
     "new_keys",
@@ -38,7 +34,6 @@ _INPUTS = (
     "sinks",
 )
 _PREFILL_INPUTS = ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after")
-_PRODUCT_INPUTS = ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params")
 _PARTIAL = ("partial_sums", "partial_stats")
 # Name: files of the text, inputs, outputs.
 KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -75,8 +70,11 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "prefill": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
     "prefill_warpgroup": (("prefill.inc",), _PREFILL_INPUTS, ("out",)),
-    "gemv": (("gemv.inc",), _PRODUCT_INPUTS, ("out",)),
-    "skinny_gemm": (("skinny_gemm.inc",), _PRODUCT_INPUTS, ("out",)),
+    "gemv": (
+        ("gemv.inc",),
+        ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
+        ("out",),
+    ),
     "gate": (("gate.inc",), ("x",), ("out",)),
     "embed": (("embed.inc",), ("table", "ids"), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
@@ -98,7 +96,6 @@ _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
     "decode_matrix_int8": ("{}_matrix.h",),
     "decode_matrix_int8_split": ("{}_matrix.h",),
     "gate": ("{}_matrix.h",),
-    "skinny_gemm": ("{}_matrix.h",),
     "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),
     "prefill_warpgroup": ("{}_matrix.h", "panels.inc", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
 }
@@ -119,11 +116,6 @@ def has_matrix_instructions() -> bool:
 def has_warpgroup_instructions() -> bool:
     """Whether the default device has matrix instructions of four warps: Hopper, and nothing before or after."""
     return _compute_capability() == _WITH_WARPGROUPS and "warpgroups" not in _FORGONE
-
-
-def shared_bytes() -> int:
-    """Shared memory that a threadgroup may have on the default device, if that has matrix instructions."""
-    return _SHARED_KIB.get(_compute_capability(), _SHARED_KIB_ELSEWHERE) << 10
 
 
 def forgo_warpgroup_instructions() -> None:

@@ -72,11 +72,6 @@ def test_what_is_around_it(dtype: mx.Dtype) -> None:
     gemv.gemv(x, weight, norm=gemv.Norm(x[0], 1e-5), bias=x[0], rotation=rotation)
     gemv.gemv(x, weight, residual=x)
     gemv.gemv(x, weight, gated=True)
-    if dtype != mx.float32:
-        turned = gemv.Rotation(mx.zeros((2, 16)), mx.zeros((2, 16)), 1)
-        gemv.skinny_gemm(x, weight, norm=gemv.Norm(x[0], 1e-5), bias=x[0], rotation=turned)
-        gemv.skinny_gemm(mx.zeros((16, 64), dtype), weight, residual=mx.zeros((16, 64), dtype))
-        gemv.skinny_gemm(x, weight, gated=True)
     gemv.rotate(x, rotation)
     gemv.embed(weight, mx.zeros((9,), mx.int32))
     gemv.gate(x)

@@ -12,16 +12,7 @@ import pytest
 
 from mlx_engine.attention.kernels import gemv as gemv_module
 from mlx_engine.attention.kernels import reference, texts
-from mlx_engine.attention.kernels.gemv import (
-    Norm,
-    Rotation,
-    embed,
-    gate,
-    gemv,
-    rotate,
-    skinny_gemm,
-    skinny_gemm_takes,
-)
+from mlx_engine.attention.kernels.gemv import Norm, Rotation, embed, gate, gemv, rotate
 
 Array = npt.NDArray[Any]
 _EPS = 1e-5
@@ -56,29 +47,8 @@ CASES = (
 )
 
 
-# Rows of one or two tiles, columns in pairs of sets or by themselves, depths of no whole number of reads.
-SKINNY_CASES = (
-    Case(mx.bfloat16, 3, 2056, 96, 8, norm=True, finish="gated"),
-    Case(mx.bfloat16, 8, 512, 160, 4, norm=True, bias=True, finish="rotation"),
-    Case(mx.float16, 12, 1032, 96, 8, norm=True, finish="rotation"),
-    Case(mx.bfloat16, 16, 1024, 48, 8, finish="residual"),
-    Case(mx.float16, 9, 72, 4160, 1, bias=True, finish="residual"),
-    Case(mx.bfloat16, 1, 520, 16, 4, norm=True),
-)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_product_with_all_that_goes_around_it(dialect: str, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    _check(gemv, _HALF, monkeypatch, case)
-
-
-@pytest.mark.parametrize("case", SKINNY_CASES, ids=str)
-def test_a_product_of_more_rows(matrix_dialect: str, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    _check(skinny_gemm, 16, monkeypatch, case)
-
-
-def _check(product: Any, half: int, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """One of the products, with heads of `half` pairs, against float64."""
     rng = np.random.default_rng(0)
     templates = _noted_templates(monkeypatch)
 
@@ -104,36 +74,14 @@ def _check(product: Any, half: int, monkeypatch: pytest.MonkeyPatch, case: Case)
         expected, options["gated"] = first / (1 + np.exp(-first)) * second, True
     elif case.finish == "rotation":
         # All heads but the last one, as of values.
-        rotation = _rotation(rng, case.rows, case.columns // (2 * half) - 1, half)
+        rotation = _rotation(rng, case.rows, case.columns // (2 * _HALF) - 1)
         expected, options["rotation"] = _rotated(expected, rotation), rotation
-    got = product(x, weight, **options)
+    got = gemv(x, weight, **options)
     assert got.dtype == case.dtype
     assert got.shape == expected.shape
     assert reference.relative_error(got, expected) < reference.TOLERANCE[case.dtype]
     if templates is not None:
         assert [template["SPLITS"] for template in templates] == [case.splits]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "pair", "takes"),
-    [
-        ((96, 64), mx.bfloat16, None, True),
-        ((96, 64), mx.float16, 16, True),
-        ((96, 64), mx.float32, None, False),
-        ((72, 64), mx.bfloat16, None, False),  # no whole number of 16 columns
-        ((96, 68), mx.bfloat16, None, False),  # or of pieces of 16 bytes
-        ((160, 64), mx.bfloat16, 40, False),
-        ((96, 64), mx.bfloat16, 32, False),
-    ],
-    ids=str,
-)
-def test_what_matrix_instructions_take(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: mx.Dtype, pair: int | None, takes: bool
-) -> None:
-    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
-    assert skinny_gemm_takes(mx.zeros(shape, dtype), pair) == takes
-    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: False)
-    assert not skinny_gemm_takes(mx.zeros(shape, dtype), pair)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -177,7 +125,7 @@ def test_a_gate_is_silu_of_the_first_half_times_the_second(
 ) -> None:
     used: list[str] = []
     make = texts.kernel
-    monkeypatch.setattr(texts, "kernel", lambda name, *memory: (used.append(name), make(name, *memory))[1])
+    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
     x = mx.array((np.random.default_rng(2).standard_normal((3, 2 * columns)) * 3).astype(np.float32)).astype(dtype)
     first, second = np.split(_exact(x), 2, axis=1)
     got = gate(x)
@@ -203,8 +151,8 @@ def _noted_templates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]] | 
         return None
     noted: list[dict[str, Any]] = []
 
-    def watched(*which: Any) -> Any:
-        kernel = make(*which)
+    def watched(name: str) -> Any:
+        kernel = make(name)
 
         def call(*, template: Any, **options: Any) -> Any:
             noted.append(dict(template))
@@ -216,18 +164,17 @@ def _noted_templates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]] | 
     return noted
 
 
-def _rotation(rng: np.random.Generator, rows: int, num_heads: int, half: int = _HALF) -> Rotation:
-    angles = rng.uniform(0, 3000, (rows, half))
+def _rotation(rng: np.random.Generator, rows: int, num_heads: int) -> Rotation:
+    angles = rng.uniform(0, 3000, (rows, _HALF))
     return Rotation(mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32)), num_heads)
 
 
 def _rotated(x: Array, rotation: Rotation) -> Array:
     out = x.copy()
     cosines, sines = _exact(rotation.cosines), _exact(rotation.sines)
-    half = cosines.shape[1]
     for head in range(rotation.num_heads):
-        first = slice(head * 2 * half, head * 2 * half + half)
-        second = slice(first.stop, first.stop + half)
+        first = slice(head * 2 * _HALF, head * 2 * _HALF + _HALF)
+        second = slice(first.stop, first.stop + _HALF)
         out[:, first] = x[:, first] * cosines - x[:, second] * sines
         out[:, second] = x[:, first] * sines + x[:, second] * cosines
     return out

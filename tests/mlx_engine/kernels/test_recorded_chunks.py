@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mlx_engine import decoder_block, memory, recorded_chunks
+from mlx_engine import memory, recorded_chunks
 from mlx_engine.attention.fused import FusedBackend
 from mlx_engine.attention.kernels import texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
@@ -376,9 +376,6 @@ def recording_engine(gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(build_module, "adapt_for_cpu", lambda model, native: adapt_for_gpu(model))
     monkeypatch.setattr(recorded_chunks, "_TOKENS", (16,))
     monkeypatch.setattr(recorded_chunks, "_MORE_TOKENS", ())
-    # Padding mustn't choose other products, whose rounding a drawn token may hang on.
-    monkeypatch.setattr(decoder_block, "MAX_GEMV_ROWS", 0)
-    monkeypatch.setattr(decoder_block, "MAX_SKINNY_ROWS", 0)
 
 
 _LAYERS = 1
