@@ -83,7 +83,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         """Attention over rows [T, d]: [T, num_heads * head_dim]."""
         weight, bias = self.query_key_value.weight, self.query_key_value.get("bias")
         num_heads, num_kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
-        rotation = None
+        rotation, later = None, {}
         if self._angles is not None:
             rotation = Rotation(*self._angles(cache.offset), num_heads + num_kv_heads)
         if rows.shape[0] <= MAX_GEMV_ROWS:
@@ -92,7 +92,11 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         else:
             normed = self.input_layernorm(rows)
             joined = normed @ weight.T if bias is None else mx.addmm(bias, normed, weight.T)
-            rotated = joined if rotation is None else rotate(joined, rotation)
+            rotated = joined
+            if rotation is not None and hasattr(cache, "rotates") and cache.rotates(num_heads):
+                later = {"rotation": (rotation.cosines, rotation.sines)}
+            elif rotation is not None:
+                rotated = rotate(joined, rotation)
         first_key, first_value = num_heads * dim, (num_heads + num_kv_heads) * dim
         queries = rotated[:, :first_key].reshape(-1, num_heads, 1, dim)
         keys = rotated[:, first_key:first_value].reshape(-1, num_kv_heads, 1, dim)
@@ -102,7 +106,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         if rotation is None:
             queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
         cache.update_and_fetch(keys, values)
-        out: mx.array = cache.attend(queries, scale=self._scale, mask=mask, sinks=None)
+        out: mx.array = cache.attend(queries, scale=self._scale, mask=mask, sinks=None, **later)
         return out.reshape(-1, num_heads * dim)
 
 

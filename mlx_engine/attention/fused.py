@@ -186,10 +186,12 @@ class FusedBackend(GatherBackend):
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        rotation: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         """Attention of queries [T, num_heads, 1, head_dim], same shape back.
 
-        `new` are the keys and values [T, num_kv_heads, 1, head_dim] of the step.
+        `new` are the keys and values [T, num_kv_heads, 1, head_dim] of the step. `rotation`: see PagedKernels.decode,
+        of steps of decode rows only.
         """
         spec, pool = self._layers[layer], self._pools[layer]
         num_decodes = step.num_decodes
@@ -215,6 +217,7 @@ class FusedBackend(GatherBackend):
                 # Of a compiled step the longest row is not known.
                 min_span=MIN_TOKENS,
                 busy_splits=kernels.busy_splits(num_decodes, pool),
+                rotation=rotation,
                 window=window,
                 sinks=sinks,
             )
@@ -243,6 +246,10 @@ class FusedBackend(GatherBackend):
         if step.launches:
             mx.async_eval(out)  # type: ignore[no-untyped-call]
         return out
+
+    def rotates(self, layer: int, num_heads: int) -> bool:
+        """Whether the kernel for decode rows turns their queries and keys by their positions."""
+        return self._layer_kernels(num_heads, self._layers[layer]).rotates(self._pools[layer])
 
     def _layer_kernels(self, num_heads: int, spec: LayerKVSpec) -> PagedKernels:
         key = (num_heads, spec)
@@ -325,9 +332,23 @@ class _FusedView(LayerView):
         self._new = keys, values
         return keys, values
 
-    def attend(self, queries: Any, *, scale: float, mask: Any, sinks: Any | None) -> Any:
+    def rotates(self, num_heads: int) -> bool:
+        """Whether `attend` takes queries, and update_and_fetch keys, that their positions have not turned yet."""
+        # What is stored by a kernel of its own is stored as it is.
+        return self._step.stored_slots.shape[0] == 0 and self._backend.rotates(self._layer, num_heads)
+
+    def attend(
+        self,
+        queries: Any,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any | None,
+        rotation: tuple[mx.array, mx.array] | None = None,
+    ) -> Any:
+        """See LayerKVView; with `rotation`, cosines and sines [T, head_dim / 2] float32, where it `rotates`."""
         if self._new is None:
             raise ValueError("attends before it has stored the step's keys and values")
         return self._backend.attend_fused(
-            self._layer, self._step, queries, self._new, self._ticket, scale, self._window(mask.window), sinks
+            self._layer, self._step, queries, self._new, self._ticket, scale, self._window(mask.window), sinks, rotation
         )

@@ -139,6 +139,10 @@ class PagedKernels:
             return "decode"
         return "decode_matrix_int8" if pool.quantized else "decode_matrix"
 
+    def rotates(self, pool: LayerPool) -> bool:
+        """Whether `decode` turns queries and new keys by their positions."""
+        return self.decode_kernel(pool) != "decode" and self.key_head_dim % 16 == 0
+
     def _fits_matrix(self, pool: LayerPool) -> bool:
         dims = (self.key_head_dim, self.value_head_dim)
         return (
@@ -195,13 +199,15 @@ class PagedKernels:
         sinks: mx.array | None = None,
         min_span: int = 1,
         busy_splits: int | None = None,
+        rotation: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         """Puts each row's key and value into the pool, and attends to its sequence through the block table.
 
         queries [B, num_heads, key_head_dim], new_keys and new_values [B, num_kv_heads, head_dim], block_tables [B, P]
         int32, seq_lens [B] int32 with the new token counted; a row of length 0 is padding and gives 0. A row's tokens
         are split into up to `splits` parts, of min_span or more; into no more than busy_splits (None: any number),
-        unless those would be long. Returns [B, num_heads, value_head_dim]. The pool is written
+        unless those would be long. `rotation`: cosines and sines [B, key_head_dim / 2] float32 of the positions that
+        turn queries and new keys, where `rotates` says so. Returns [B, num_heads, value_head_dim]. The pool is written
         in place: a kernel that reads it later must be given something that was computed from the result. A pool of
         8-bit integers is read as it is then, the new token too.
         """
@@ -218,6 +224,7 @@ class PagedKernels:
             texts.padded(block_tables),
             texts.padded(seq_lens),
             params,
+            *((params, params) if rotation is None else rotation),
         ]
         sink_array = params if sinks is None else texts.padded(sinks)
         template = [
@@ -230,6 +237,7 @@ class PagedKernels:
             ("MIN_SPAN", min_span),
             ("BUSY_SPLITS", splits if busy_splits is None else min(busy_splits, splits)),
             ("LONG_PART", _LONG_FOR_WARP * warps),
+            ("ROTATED", rotation is not None),
         ]
         threads = 32 * warps
         grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)

@@ -36,6 +36,7 @@ class DecodeCase:
     splits: int = 1
     min_span: int = 1
     busy_splits: int | None = None
+    rotated: bool = False  # by the kernel
     quantized: bool = False
     key_size: float = 1.0  # what keys are multiplied by, and queries divided
     value_size: float = 1.0
@@ -60,6 +61,8 @@ class DecodeInputs:
     block_tables: Array
     seq_lens: Array
     sinks: Array | None
+    # Of queries and new keys that are rotated: what they were before, and cosines and sines [num_rows, head_dim / 2].
+    before: tuple[Array, Array, Array, Array] | None = None
 
 
 def make_inputs(case: DecodeCase) -> DecodeInputs:
@@ -92,7 +95,7 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
         else:
             pools.append(np.where(readable[:, None, :, None], numbers, np.nan))
             scales.append(None)
-    return DecodeInputs(
+    inputs = DecodeInputs(
         queries=draw(case.num_rows, case.num_heads, case.key_head_dim, size=1 / case.key_size),
         new_keys=draw(case.num_rows, case.num_kv_heads, case.key_head_dim, size=case.key_size),
         new_values=draw(case.num_rows, case.num_kv_heads, case.value_head_dim, size=case.value_size),
@@ -104,6 +107,21 @@ def make_inputs(case: DecodeCase) -> DecodeInputs:
         seq_lens=seq_lens,
         sinks=draw(case.num_heads) if case.has_sinks else None,
     )
+    if case.rotated:
+        angles = rng.uniform(0, 3000, (case.num_rows, case.key_head_dim // 2))
+        cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        inputs.before = inputs.queries, inputs.new_keys, cosines, sines
+        inputs.queries, inputs.new_keys = (
+            _exact(_array(rotated(numbers, cosines, sines), case.dtype)) for numbers in inputs.before[:2]
+        )
+    return inputs
+
+
+def rotated(numbers: Array, cosines: Array, sines: Array) -> Array:
+    """Heads [rows, heads, head_dim], the first half of each turned with the second by its row's angles."""
+    one, two = np.split(numbers, 2, axis=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return np.concatenate([one * cosines - two * sines, one * sines + two * cosines], axis=-1)
 
 
 def quantize(numbers: Array) -> tuple[Array, Array]:
@@ -198,9 +216,10 @@ def _exact(array: mx.array) -> Array:
 def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
     """The kernels' own answer, and the pool afterwards."""
     # As slices of fused projections, and with the heads' elements apart.
-    queries = _array(inputs.queries, case.dtype)
+    given_queries, given_keys, *angles = inputs.before or (inputs.queries, inputs.new_keys)
+    queries = _array(given_queries, case.dtype)
     queries = mx.concatenate([queries, queries], axis=1)[:, : case.num_heads]
-    new_keys = mx.contiguous(_array(inputs.new_keys, case.dtype).swapaxes(1, 2)).swapaxes(1, 2)
+    new_keys = mx.contiguous(_array(given_keys, case.dtype).swapaxes(1, 2)).swapaxes(1, 2)
     pool = make_pool(case, inputs)
     mx.eval(queries, new_keys)
     kernels = PagedKernels(
@@ -220,6 +239,7 @@ def run(case: DecodeCase, inputs: DecodeInputs) -> tuple[mx.array, LayerPool]:
         sinks=None if inputs.sinks is None else _array(inputs.sinks, case.dtype),
         min_span=case.min_span,
         busy_splits=case.busy_splits,
+        rotation=(mx.array(angles[0]), mx.array(angles[1])) if angles else None,
     )
     mx.eval(out)
     return out, pool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -36,13 +37,16 @@ def check_kernels(num_heads: int, spec: LayerKVSpec, block_size: int, dtype: mx.
     matrix instructions of four warps, this process goes on with those of one, and a warning.
     """
     heads = (num_heads, spec.num_kv_heads, spec.key_head_dim, spec.value_head_dim)
-    for name, max_len, splits in (("decode attention", _SHORT, 1), ("decode attention in parts", _LONG, 2)):
-        case = reference.DecodeCase(
-            3, *heads, block_size, max_len, dtype, splits=splits, min_span=MIN_TOKENS, quantized=kv_dtype == mx.int8
-        )
+    kernels, pool = PagedKernels(*heads, block_size, dtype), LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)
+    plain = reference.DecodeCase(
+        3, *heads, block_size, _SHORT, dtype, min_span=MIN_TOKENS, quantized=kv_dtype == mx.int8
+    )
+    decodes = {"decode attention": plain, "decode attention in parts": replace(plain, max_len=_LONG, splits=2)}
+    if kernels.rotates(pool):
+        decodes["decode attention that rotates"] = replace(plain, rotated=True)
+    for name, case in decodes.items():
         _check(name, dtype, partial(reference.decode_error, case))
-    kernels = PagedKernels(*heads, block_size, dtype)
-    if kernels.takes_chunks(LayerPool.zeros(spec, 1, block_size, dtype, kv_dtype)):
+    if kernels.takes_chunks(pool):
         chunks = reference.ChunkCase(_CHUNKS, *heads, block_size, dtype=dtype, growth=_GROWTH)
         name, measure = "attention of prefill chunks", partial(reference.chunks_error, chunks)
         try:

@@ -31,6 +31,8 @@ _INPUTS = (
     "block_tables",
     "seq_lens",
     "params",
+    "cosines",
+    "sines",
     "sinks",
 )
 _PREFILL_INPUTS = ("queries", "key_pool", "value_pool", "block_table", "chunks", "tiles", "params", "sinks", "after")
@@ -91,10 +93,10 @@ def kernel_text(name: str, dialect: Dialect) -> str:
 # What goes before kernels that use matrix instructions, or how those pack numbers, which not every dialect has; "{}" is
 # the dialect.
 _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
-    "decode_matrix": ("{}_matrix.h",),
-    "decode_matrix_split": ("{}_matrix.h",),
-    "decode_matrix_int8": ("{}_matrix.h",),
-    "decode_matrix_int8_split": ("{}_matrix.h",),
+    "decode_matrix": ("{}_matrix.h", "rotated_piece.inc"),
+    "decode_matrix_split": ("{}_matrix.h", "rotated_piece.inc"),
+    "decode_matrix_int8": ("{}_matrix.h", "rotated_piece.inc"),
+    "decode_matrix_int8_split": ("{}_matrix.h", "rotated_piece.inc"),
     "gate": ("{}_matrix.h",),
     "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),
     "prefill_warpgroup": ("{}_matrix.h", "panels.inc", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),

@@ -58,6 +58,11 @@ def test_attention(dtype: mx.Dtype, head_dim: int, stored: mx.Dtype, options: di
     tables, lengths = mx.zeros((3, 1), mx.int32), mx.ones((3,), mx.int32)
     for splits in (1, 2):
         kernels.decode(queries, new, new, pool, tables, lengths, scale=1.0, splits=splits, **options)
+    if kernels.rotates(pool):
+        angles = mx.zeros((3, head_dim // 2))
+        kernels.decode(
+            queries, new, new, pool, tables, lengths, scale=1.0, splits=1, rotation=(angles, angles), **options
+        )
     ticket = kernels.append(new, new, pool, mx.zeros((3,), mx.int32))
     kernels.collect(pool, tables[0], kernels.length(3), ticket)
     if kernels.takes_chunks(pool):

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from mlx_engine import decoder_block, gpu, paged_model
+from mlx_engine.attention.kernels import PagedKernels, texts
 from mlx_engine.attention.kernels.gemv import Rotation, rotate
 from mlx_engine.config import EngineConfig
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTable, RotaryTables
@@ -127,6 +128,54 @@ def test_requests_get_the_same_tokens_on_them(gpu_path_on_host: None, monkeypatc
     monkeypatch.setattr(build_module, "adapt_for_cpu", adapt)
     assert tokens() == expected
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_attention_rotates_where_a_step_has_decode_rows_only(
+    gpu_path_on_host: None, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    """Steps of three rows and more; those with chunks, whose keys another kernel stores, are rotated before."""
+    monkeypatch.setattr(texts, "has_matrix_instructions", lambda: True)
+    monkeypatch.setattr(build_module, "adapt_for_cpu", lambda model, native: adapt_for_gpu(model))
+    rotated_before: list[int] = []
+    in_attention: list[int] = []
+    rotate, decode = decoder_block.rotate, PagedKernels.decode
+
+    def watched_decode(self: PagedKernels, queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        if options["rotation"] is not None:
+            assert options["rotation"][0].shape == (len(queries), 32)
+            in_attention.append(len(queries))
+        return decode(self, queries, *args, **options)
+
+    monkeypatch.setattr(decoder_block, "rotate", lambda x, r: (rotated_before.append(len(x)), rotate(x, r))[1])
+    monkeypatch.setattr(PagedKernels, "decode", watched_decode)
+
+    def tokens() -> dict[str, list[int]]:
+        config = EngineConfig(
+            model="tiny", num_blocks=24, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9, cpu_backend="blas",
+            attention_backend="fused", compile_decode=False, kv_cache_dtype=kv,
+        )  # fmt: skip
+        engine = build_module.build_engine_for(config, changed("llama_bfloat16", num_hidden_layers=1))
+        rotated_before.clear()
+        rng = np.random.default_rng(3)
+        found: dict[str, list[int]] = {}
+        for i, length in enumerate((2, 7, 3, 12)):
+            sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+            engine.add_request(Request(str(i), tuple(rng.integers(3, 90, length).tolist()), sampling))
+            found[str(i)] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] += output.new_token_ids
+        return found
+
+    got = tokens()
+    assert len(in_attention) >= 3
+    assert min(in_attention) >= 3
+    assert rotated_before, "of steps with chunks"
+    monkeypatch.setattr(PagedKernels, "rotates", lambda self, pool: False)
+    in_attention.clear()
+    assert tokens() == got
+    assert not in_attention
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "mixtral", "qwen3_moe", "gemma3", "gpt_oss", "phi3", "olmo2"])

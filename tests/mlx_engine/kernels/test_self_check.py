@@ -27,28 +27,30 @@ def test_right_kernels_pass(products: str, kv_dtype: mx.Dtype) -> None:
     check_kernels(2, SPEC, 16, mx.bfloat16, kv_dtype)
 
 
-def larger(original: Callable[..., mx.array], only_in_parts: bool) -> Callable[..., mx.array]:
+def larger(original: Callable[..., mx.array], when: Callable[[dict[str, Any]], bool]) -> Callable[..., mx.array]:
     """A kernel whose results are 5 percent too large."""
 
     def wrong(*args: Any, **options: Any) -> mx.array:
         out = original(*args, **options)
-        return out if only_in_parts and options["splits"] == 1 else out * 1.05
+        return out * 1.05 if when(options) else out
 
     return wrong
 
 
 @pytest.mark.parametrize(
-    ("method", "only_in_parts", "name"),
+    ("method", "when", "name"),
     [
-        ("decode", False, "decode attention is wrong"),
-        ("decode", True, "decode attention in parts is wrong"),
-        ("prefill", False, "attention of prefill chunks is wrong"),
+        ("decode", lambda options: True, "decode attention is wrong"),
+        ("decode", lambda options: options["splits"] > 1, "decode attention in parts is wrong"),
+        ("decode", lambda options: options["rotation"] is not None, "decode attention that rotates is wrong"),
+        ("prefill", lambda options: True, "attention of prefill chunks is wrong"),
     ],
+    ids=["decode", "parts", "rotates", "prefill"],
 )
 def test_each_kernel_is_checked(
-    products: str, monkeypatch: pytest.MonkeyPatch, method: str, only_in_parts: bool, name: str
+    products: str, monkeypatch: pytest.MonkeyPatch, method: str, when: Callable[[dict[str, Any]], bool], name: str
 ) -> None:
-    monkeypatch.setattr(PagedKernels, method, larger(getattr(PagedKernels, method), only_in_parts))
+    monkeypatch.setattr(PagedKernels, method, larger(getattr(PagedKernels, method), when))
     with pytest.raises(KernelError, match=name):
         check_kernels(2, SPEC, 16, mx.bfloat16, mx.bfloat16)
 
