@@ -2,8 +2,9 @@
 
 Every case of the kernels' tests is compared with float64, in several processes, since most of the time goes to their
 compilation. Decode attention is timed over block tables in random order against a copy of device memory, and prefill
-chunks in both ways: our kernel on the pool, and MLX's attention on pages that were collected. On CUDA the calls are
-recorded, as the engine's steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
+chunks in both ways: our kernel on the pool, and MLX's attention on pages that were collected. Of a decoder layer, all
+but attention is timed with our products of a few rows and with MLX's. On CUDA the calls are recorded, as the engine's
+steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from mlx_engine.attention.kernels import PagedKernels, reference, texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool, row_bytes
+from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTables
+from mlx_engine.gpu import blocks_run_here
 from mlx_engine.input_batch import PrefillChunk
 from mlx_engine.native.graphs import load_graphs
 from mlx_engine.types import LayerKVSpec, cdiv
@@ -31,11 +34,15 @@ from mlx_engine.types import LayerKVSpec, cdiv
 # Third-party, but after ours: the first import of `mlx.core` binds its BLAS.
 import mlx.core as mx  # isort: skip
 import numpy as np  # isort: skip
+from mlx.utils import tree_flatten  # isort: skip
 from tqdm import tqdm  # isort: skip
 
 from loadtest import environment
 from loadtest.gpu import new_result
 from loadtest.options import positive_int, result_file
+from loadtest.random_llama import random_llama
+from loadtest.shapes import SHAPES as MODELS
+from loadtest.shapes import llama_config
 from loadtest.tables import markdown_table, number
 
 _COPY_BYTES = 1 << 30
@@ -115,6 +122,17 @@ SHAPES = (
     Shape(32, 512, quantized=True),
     Shape(128, 4096, head_dim=128, quantized=True),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer of a model's shape, without attention, for some decode rows."""
+
+    model: str
+    num_rows: int
+
+
+LAYERS = tuple(Layer(model, rows) for model in ("llama-1b", "llama-8b") for rows in (1, 2, 3, 4, 8))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -290,9 +308,75 @@ def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:
     return times
 
 
+class _NoAttention:
+    """A cache whose attention gives the queries back."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.offset = mx.zeros((num_rows,), mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def attend(self, queries: mx.array, **_: Any) -> mx.array:
+        return queries
+
+
+def layers_of(model: str) -> tuple[list[FusedDecoderBlock], int]:
+    """So many of a model's layers that no cache holds their weights, random ones, and the bytes of one."""
+    config = llama_config(MODELS[model]) | {"num_hidden_layers": 4, "vocab_size": 128}
+    tables = RotaryTables()
+    blocks = [FusedDecoderBlock(block, tables) for block in random_llama(config, mx.bfloat16).layers]
+    mx.clear_cache()
+    return blocks, sum(int(array.nbytes) for _, array in tree_flatten(blocks[0].parameters()))
+
+
+def time_layer(blocks: Sequence[FusedDecoderBlock], num_rows: int, rounds: int) -> dict[str, float]:
+    """Seconds of one layer, the median, by whose products."""
+    x = mx.random.normal((num_rows, 1, blocks[0].output.weight.shape[0])).astype(mx.bfloat16)
+    cache = _NoAttention(num_rows)
+    mx.eval(x, cache.offset)
+
+    def chain(out: mx.array) -> mx.array:
+        for i in range(_CHAIN):
+            out = blocks[i % len(blocks)](out, None, cache)
+        return out
+
+    times = {}
+    for whose, most in (("ours_s", num_rows), ("mlx_s", 0)):
+        for block in blocks:
+            block.most_gemv_rows = most
+        times[whose] = statistics.median(seconds_of_chain(chain, x, rounds)) / _CHAIN
+    return times
+
+
 def chosen_splits(shape: Shape) -> int:
     """As the fused backend chooses them."""
     return kernels_of(shape).num_splits(shape.num_rows, new_pool(shape, 1), shape.seq_len)
+
+
+def time_layers(rounds: int, bandwidth: float) -> list[dict[str, Any]]:
+    """`time_layer` of each, with a table."""
+    timings, rows = [], []
+    blocks: list[FusedDecoderBlock] = []
+    num_bytes, of = 0, None
+    for layer in tqdm(LAYERS, unit="layer", disable=None):
+        if layer.model != of:
+            blocks.clear()
+            blocks, num_bytes = layers_of(layer.model)
+            of = layer.model
+        times = time_layer(blocks, layer.num_rows, rounds)
+        timings.append(asdict(layer) | times | {"num_bytes": num_bytes})
+        microseconds = [number(1e6 * s) for s in (times["ours_s"], times["mlx_s"], num_bytes / bandwidth)]
+        rows.append([layer.model, str(layer.num_rows), *microseconds])
+    head = [
+        "a layer without attention",
+        "rows",
+        "our products, us",
+        "MLX's, us",
+        "its weights at the copy's bandwidth, us",
+    ]
+    print(f"\n{markdown_table(head, rows)}")
+    return timings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,6 +435,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{markdown_table(head, rows)}")
     result["chunks"] = chunk_timings
     environment.write_json(args.out, result)
+    if blocks_run_here():
+        result["layers"] = time_layers(args.rounds, bandwidth)
+        environment.write_json(args.out, result)
     print(f"\nWritten: {args.out}")
     return 1 if wrong else 0
 

@@ -36,6 +36,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self._num_heads: int = attention.n_heads
         self._num_kv_heads: int = attention.n_kv_heads
         self._scale: float = attention.scale
+        self.most_gemv_rows = MAX_GEMV_ROWS  # with which products are our own
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
         mx.eval(self.parameters())
 
@@ -66,7 +67,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         """x [T, 1, d]; returns the same shape."""
         rows = x.squeeze(1)
         attended = self._attend(rows, mask, cache)
-        if rows.shape[0] > MAX_GEMV_ROWS:
+        if rows.shape[0] > self.most_gemv_rows:
             hidden = _add_product(rows, attended, self.output)
             normed = self.post_attention_layernorm(hidden)
             both = normed @ self.gate_up.weight.T
@@ -86,7 +87,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         rotation, later = None, {}
         if self._angles is not None:
             rotation = Rotation(*self._angles(cache.offset), num_heads + num_kv_heads)
-        if rows.shape[0] <= MAX_GEMV_ROWS:
+        if rows.shape[0] <= self.most_gemv_rows:
             joined = gemv(rows, weight, norm=_norm(self.input_layernorm), bias=bias, rotation=rotation)
             rotated = joined
         else:
