@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from mlx_engine.attention.kernels import PagedKernels, texts
 from mlx_engine.attention.kernels.gemv import Rotation, rotate
 from mlx_engine.config import EngineConfig
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTable, RotaryTables
+from mlx_engine.engine import Engine
 from mlx_engine.errors import ModelLoadError
 from mlx_engine.gpu import RowEmbedding, adapt_for_gpu
 from mlx_engine.models.load import LoadedModel
@@ -39,6 +41,20 @@ _SCALED = {"rope_type": "linear", "factor": 3.0}
 def blocks(model: nn.Module) -> list[FusedDecoderBlock]:
     """Those of the model."""
     return [module for module in model.modules() if type(module) is FusedDecoderBlock]
+
+
+def greedy_tokens(engine: Engine, sizes: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    """Of requests of so many random tokens in and so many out, all there at once."""
+    rng = np.random.default_rng(3)
+    found: dict[str, list[int]] = {}
+    for i, (length, max_tokens) in enumerate(sizes):
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        engine.add_request(Request(str(i), tuple(rng.integers(3, 90, length).tolist()), sampling))
+        found[str(i)] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] += output.new_token_ids
+    return found
 
 
 def changed(name: str, **changes: Any) -> LoadedModel:
@@ -107,16 +123,7 @@ def test_requests_get_the_same_tokens_on_them(gpu_path_on_host: None, monkeypatc
             compile_decode=False,
         )
         engine = build_module.build_engine_for(config, changed("llama_mqa", num_hidden_layers=1))
-        rng = np.random.default_rng(3)
-        found: dict[str, list[int]] = {}
-        for i, (length, max_tokens) in enumerate(((2, 5), (7, 2), (3, 2))):
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            engine.add_request(Request(str(i), tuple(rng.integers(3, 90, length).tolist()), sampling))
-            found[str(i)] = []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                found[output.request_id] += output.new_token_ids
-        return found
+        return greedy_tokens(engine, ((2, 5), (7, 2), (3, 2)))
 
     expected = tokens()
     made: list[FusedDecoderBlock] = []
@@ -157,16 +164,7 @@ def test_attention_rotates_where_a_step_has_decode_rows_only(
         )  # fmt: skip
         engine = build_module.build_engine_for(config, changed("llama_bfloat16", num_hidden_layers=1))
         rotated_before.clear()
-        rng = np.random.default_rng(3)
-        found: dict[str, list[int]] = {}
-        for i, length in enumerate((2, 7, 3, 12)):
-            sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-            engine.add_request(Request(str(i), tuple(rng.integers(3, 90, length).tolist()), sampling))
-            found[str(i)] = []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                found[output.request_id] += output.new_token_ids
-        return found
+        return greedy_tokens(engine, ((2, 9), (7, 9), (3, 9), (12, 9)))
 
     got = tokens()
     assert len(in_attention) >= 3
