@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 # Before anything that imports MLX: OpenBLAS must come first.
+from mlx_engine.attention.dispatch import PagedView
 from mlx_engine.attention.kernels import PagedKernels, reference, texts
 from mlx_engine.attention.kernels.paged import ChunkPlan
 from mlx_engine.attention.pool import LayerPool, row_bytes
@@ -308,7 +309,7 @@ def time_chunks(chunks: Chunks, rounds: int) -> dict[str, float]:
     return times
 
 
-class _NoAttention:
+class _NoAttention(PagedView):
     """A cache whose attention gives the queries back."""
 
     def __init__(self, num_rows: int) -> None:

@@ -94,7 +94,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
             normed = self.input_layernorm(rows)
             joined = normed @ weight.T if bias is None else mx.addmm(bias, normed, weight.T)
             rotated = joined
-            if rotation is not None and hasattr(cache, "rotates") and cache.rotates(num_heads):
+            if rotation is not None and cache.rotates(num_heads):
                 later = {"rotation": (rotation.cosines, rotation.sines)}
             elif rotation is not None:
                 rotated = rotate(joined, rotation)

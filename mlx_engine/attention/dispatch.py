@@ -36,6 +36,10 @@ class PagedView:
         """See LayerKVView."""
         raise NotImplementedError
 
+    def rotates(self, num_heads: int) -> bool:
+        """Whether `attend` of so many heads takes a `rotation`, for queries and keys that have not been rotated yet."""
+        return False
+
 
 def narrower(a: int | None, b: int | None) -> int | None:
     """The smaller of two windows, where None is unlimited."""

@@ -79,6 +79,27 @@ inline void load_matrices(const Raw* row, unsigned (&words)[4], bool transposed)
 inline void load_matrices(const Raw* row, unsigned (&words)[4]) { load_matrices(row, words, false); }
 inline void load_transposed(const Raw* row, unsigned (&words)[4]) { load_matrices(row, words, true); }
 
+// sums [16, 8] += rows [16, k] times columns [k, 8], of words of so many numbers: k is eight times as many. Lane l holds of
+// rows those of l / 4 and 8 more, of columns that of l / 4, of sums the columns 2 (l % 4) and one more. `number` takes one
+// out of a word.
+template <int PER_WORD, typename Sum, typename Number>
+void multiply_words(Sum (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two, Number number) {
+  const uint32_t mine[6] = {rows[0], rows[1], rows[2], rows[3], one, two};
+  uint32_t all[32][6];
+  simt::Threadgroup::current_group()->exchange(mine, all);
+  const int lane = QUIRE_LANE;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8;
+    const int column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 8 * PER_WORD; ++k) {
+      const int owner = k % (4 * PER_WORD) / PER_WORD;
+      const int later = k / (4 * PER_WORD);
+      sums[i] += number(all[row % 8 * 4 + owner][row / 8 + later * 2], k % PER_WORD) *
+                 number(all[column * 4 + owner][4 + later], k % PER_WORD);
+    }
+  }
+}
+
 template <typename T>
 struct Matrix {
   static unsigned pack(float low, float high) { return T(low).bits | unsigned(T(high).bits) << 16; }
@@ -89,23 +110,8 @@ struct Matrix {
     return float(value);
   }
 
-  // sums [16, 8] += rows [16, 16] times columns [16, 8]. Lane l holds of rows those of l / 4 and 8 more, of columns
-  // that of l / 4, of sums the columns 2 (l % 4) and one more.
   static void multiply_add(float (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
-    const uint32_t mine[6] = {rows[0], rows[1], rows[2], rows[3], one, two};
-    uint32_t all[32][6];
-    simt::Threadgroup::current_group()->exchange(mine, all);
-    const int lane = QUIRE_LANE;
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + i / 2 * 8;
-      const int column = lane % 4 * 2 + i % 2;
-      for (int k = 0; k < 16; ++k) {
-        const int owner = k % 8 / 2;
-        const float left = half(all[row % 8 * 4 + owner][row / 8 + k / 8 * 2], k % 2);
-        const float right = half(all[column * 4 + owner][4 + k / 8], k % 2);
-        sums[i] += left * right;
-      }
-    }
+    multiply_words<2>(sums, rows, one, two, half);
   }
 };
 
@@ -118,21 +124,8 @@ inline void widen(unsigned bytes, unsigned& even, unsigned& odd) {
   odd = Matrix<Half>::pack(byte_of(bytes, 1), byte_of(bytes, 3));
 }
 
-// As Matrix::multiply_add, of rows and columns of 32 bytes, four of them in a row where that has two numbers.
 inline void multiply_add_bytes(int (&sums)[4], const unsigned (&rows)[4], unsigned one, unsigned two) {
-  const uint32_t mine[6] = {rows[0], rows[1], rows[2], rows[3], one, two};
-  uint32_t all[32][6];
-  simt::Threadgroup::current_group()->exchange(mine, all);
-  const int lane = QUIRE_LANE;
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + i / 2 * 8;
-    const int column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 32; ++k) {
-      const int owner = k % 16 / 4;
-      sums[i] += byte_of(all[row % 8 * 4 + owner][row / 8 + k / 16 * 2], k % 4) *
-                 byte_of(all[column * 4 + owner][4 + k / 16], k % 4);
-    }
-  }
+  multiply_words<4>(sums, rows, one, two, byte_of);
 }
 
 }  // namespace quire

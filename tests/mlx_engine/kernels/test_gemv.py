@@ -170,14 +170,10 @@ def _rotation(rng: np.random.Generator, rows: int, num_heads: int) -> Rotation:
 
 
 def _rotated(x: Array, rotation: Rotation) -> Array:
-    out = x.copy()
-    cosines, sines = _exact(rotation.cosines), _exact(rotation.sines)
-    for head in range(rotation.num_heads):
-        first = slice(head * 2 * _HALF, head * 2 * _HALF + _HALF)
-        second = slice(first.stop, first.stop + _HALF)
-        out[:, first] = x[:, first] * cosines - x[:, second] * sines
-        out[:, second] = x[:, first] * sines + x[:, second] * cosines
-    return out
+    columns = rotation.num_heads * 2 * _HALF
+    heads = x[:, :columns].reshape(len(x), rotation.num_heads, -1)
+    turned = reference.rotated(heads, _exact(rotation.cosines), _exact(rotation.sines))
+    return np.concatenate([turned.reshape(len(x), -1), x[:, columns:]], axis=1)
 
 
 def _exact(array: mx.array) -> Array:

@@ -66,7 +66,7 @@ def test_decode_by_matrix_instructions_gives_the_same(
 ) -> None:
     used: list[str] = []
     make = texts.kernel
-    monkeypatch.setattr(texts, "kernel", lambda name, *memory: (used.append(name), make(name, *memory))[1])
+    monkeypatch.setattr(texts, "kernel", lambda name: (used.append(name), make(name))[1])
     _check_decode(case)
     name = "decode_matrix_int8" if case.quantized else "decode_matrix"
     assert used == ([name] if case.splits == 1 else [f"{name}_split", "combine"])
@@ -148,7 +148,7 @@ def test_which_layers_are_for_matrix_instructions(
     case = replace(DecodeCase(1, 2, 1, 64, 64, 16, 9, mx.bfloat16), **change)
     inputs = reference.make_inputs(case)
     used: list[str] = []
-    monkeypatch.setattr(texts, "kernel", lambda kernel, *memory: (used.append(kernel), HostKernel(kernel, *memory))[1])
+    monkeypatch.setattr(texts, "kernel", lambda kernel: (used.append(kernel), HostKernel(kernel))[1])
     for there in (False, True):
         monkeypatch.setattr(texts, "has_matrix_instructions", lambda there=there: there)
         reference.run(case, inputs)
