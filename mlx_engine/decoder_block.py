@@ -1,18 +1,29 @@
 """A decoder layer of the Llama family in as few kernels as we can: a small step costs a GPU mostly their number.
 
-With few rows every product is a kernel of ours that takes in what goes before and after it (norm, rotation, gate,
-residual): five kernels a layer, attention included. With more rows the products are MLX's own.
+With few rows every product is a kernel of ours that takes in what goes before and after it (norm, gate, residual): five
+kernels a layer, attention included. With more rows the products are MLX's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlx_engine.attention.kernels.gemv import MAX_GEMV_ROWS, Norm, Rotation, gate, gemv, rotate
+from mlx_engine.attention.kernels.gemv import (
+    MAX_GEMV_ROWS,
+    MAX_SKINNY_ROWS,
+    Norm,
+    Rotation,
+    gate,
+    gemv,
+    rotate,
+    skinny_gemm,
+    skinny_gemm_takes,
+)
 
 # Modules whose TransformerBlock computes x + attention(norm(x)), then h + down(silu(gate(n)) * up(n)) with n = norm(h).
 _MODULES = ("mlx_lm.models.llama", "mlx_lm.models.qwen2", "mlx_lm.models.qwen3")
@@ -36,7 +47,11 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self._num_heads: int = attention.n_heads
         self._num_kv_heads: int = attention.n_kv_heads
         self._scale: float = attention.scale
-        self.most_gemv_rows = MAX_GEMV_ROWS  # with which products are our own
+        products = (self.query_key_value, self.output, self.gate_up, self.down)
+        takes_skinny = all(skinny_gemm_takes(linear.weight) for linear in products)
+        # With which products are our own, of either kind.
+        self.most_gemv_rows = MAX_GEMV_ROWS
+        self.most_skinny_rows = MAX_SKINNY_ROWS if takes_skinny else 0
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
         mx.eval(self.parameters())
 
@@ -67,14 +82,21 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         """x [T, 1, d]; returns the same shape."""
         rows = x.squeeze(1)
         attended = self._attend(rows, mask, cache)
-        if rows.shape[0] > self.most_gemv_rows:
+        product = self._product(rows.shape[0])
+        if product is None:
             hidden = _add_product(rows, attended, self.output)
             normed = self.post_attention_layernorm(hidden)
             both = normed @ self.gate_up.weight.T
             return _add_product(hidden, gate(both), self.down)[:, None]
-        hidden = gemv(attended, self.output.weight, bias=self.output.get("bias"), residual=rows)
-        gated = gemv(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
-        return gemv(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]
+        hidden = product(attended, self.output.weight, bias=self.output.get("bias"), residual=rows)
+        gated = product(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
+        return product(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]
+
+    def _product(self, num_rows: int) -> Callable[..., mx.array] | None:
+        """What multiplies so many rows with a weight; None for MLX's own."""
+        if num_rows <= self.most_gemv_rows:
+            return gemv
+        return skinny_gemm if num_rows <= self.most_skinny_rows else None
 
     @property
     def _head_dim(self) -> int:
@@ -87,12 +109,15 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         rotation, later = None, {}
         if self._angles is not None:
             rotation = Rotation(*self._angles(cache.offset), num_heads + num_kv_heads)
-        if rows.shape[0] <= self.most_gemv_rows:
-            joined = gemv(rows, weight, norm=_norm(self.input_layernorm), bias=bias, rotation=rotation)
-            rotated = joined
+        product = self._product(rows.shape[0])
+        if product is gemv:
+            joined = rotated = gemv(rows, weight, norm=_norm(self.input_layernorm), bias=bias, rotation=rotation)
         else:
-            normed = self.input_layernorm(rows)
-            joined = normed @ weight.T if bias is None else mx.addmm(bias, normed, weight.T)
+            if product is not None:
+                joined = product(rows, weight, norm=_norm(self.input_layernorm), bias=bias)
+            else:
+                normed = self.input_layernorm(rows)
+                joined = normed @ weight.T if bias is None else mx.addmm(bias, normed, weight.T)
             rotated = joined
             if rotation is not None and cache.rotates(num_heads):
                 later = {"rotation": (rotation.cosines, rotation.sines)}

@@ -26,15 +26,16 @@ class Graphs:
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
 
-    def record(self, build: Callable[[], mx.array]) -> Any:
+    def record(self, build: Callable[[], mx.array], overlaps: bool = True) -> Any:
         """Evaluates the lazy array that build() gives, twice, and returns the recording, with a method launch().
 
         All memory that its kernels use is held as long as the recording lives. Inputs must be evaluated arrays that are
-        held too. RuntimeError where CUDA refuses.
+        held too. With `overlaps`, kernels of ours start while those before them end, where the GPU can do that (compute
+        capability 9.0 on). RuntimeError where CUDA refuses.
         """
         # Once as it is, so that all kernels are compiled before any of them is recorded.
         mx.eval(build())
-        return self._module.record(build)
+        return self._module.record(build, overlaps)
 
     def write_rows(self, target: mx.array, rows: bytes, num_rows: int, num_columns: int) -> None:
         """Overwrites the first rows and columns of a 32-bit matrix on the GPU, in the order of the stream."""

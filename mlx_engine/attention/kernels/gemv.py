@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
@@ -12,11 +12,19 @@ from mlx_engine.types import cdiv
 
 # Rows up to which these products are worth their while: beyond, MLX's own are faster.
 MAX_GEMV_ROWS = 2
+MAX_SKINNY_ROWS = 16
 _WARPS = 8
 _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
 _THREADS = 128
+# Shared memory of a threadgroup that has a multiprocessor for itself, of an H200: how many there are says only how even
+# the threadgroups' shares are.
+_SHARED_BYTES = 227 << 10
+_MULTIPROCESSORS = 132
+# Of it, what x may take; with more it comes with the weights.
+_MOST_RESIDENT_BYTES = 72 << 10
+_MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,115 @@ def gemv(
         output_dtypes=[x.dtype],
     )[0]
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyPlan:
+    """How `skinny_gemm` shares out its work: see the constants of its text."""
+
+    row_tiles: int
+    col_tiles: int
+    warps: int
+    chunk: int
+    stages: int
+    resident: bool
+
+    @property
+    def line_bytes(self) -> int:
+        return 2 * self.chunk + 64
+
+    def x_bytes(self, depth: int) -> int:
+        return 8 * self.row_tiles * (2 * depth + 64) if self.resident else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of all warps."""
+        lines = 16 * self.col_tiles + (0 if self.resident else 8 * self.row_tiles)
+        return self.warps * lines * self.line_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """Shared memory that isn't counted at launch."""
+        return 2 * self.warps * 16 * self.col_tiles * 8 * self.row_tiles * 4 + 8 * self.warps * _MAX_STAGES + 256
+
+    @staticmethod
+    def of(rows: int, num_columns: int, depth: int, **given: int) -> SkinnyPlan:
+        """The one for x [rows, depth] and a weight [num_columns, depth]; `given` parts of it are as they are."""
+        row_tiles = cdiv(rows, 8)
+        resident = bool(given.get("resident", 8 * row_tiles * (2 * depth + 64) <= _MOST_RESIDENT_BYTES))
+        # Twice the columns for each number of x that is read, unless some multiprocessors would have less to do.
+        wide = num_columns % 32 == 0 and not resident and _evenness(num_columns // 32) >= 0.9 * _evenness(num_columns // 16)
+        col_tiles = given.get("col_tiles", 2 if wide else 1)
+        warps = given.get("warps", 4 if wide else 8)
+        chunk = given.get("chunk", next(size for size in (256, 128, 64) if depth % size == 0))
+        plan = SkinnyPlan(row_tiles, col_tiles, warps, chunk, 1, resident)
+        room = _SHARED_BYTES - plan.other_bytes - plan.x_bytes(depth)
+        return replace(plan, stages=given.get("stages", max(1, min(_MAX_STAGES, room // plan.stage_bytes))))
+
+
+def _evenness(num_sets: int) -> float:
+    """The share of the time that multiprocessors have work, of sets that take equally long."""
+    return num_sets / (cdiv(num_sets, _MULTIPROCESSORS) * _MULTIPROCESSORS)
+
+
+def skinny_gemm(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    norm: Norm | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    gated: bool = False,
+    plan: SkinnyPlan | None = None,
+) -> mx.array:
+    """`gemv` for up to 16 rows, without rotation, for weights that `skinny_gemm_takes`."""
+    rows, depth = x.shape
+    num_columns = weight.shape[0]
+    plan = plan or SkinnyPlan.of(rows, num_columns, depth)
+    if norm is not None and not plan.resident:
+        x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
+    none = texts.constants()
+    out: mx.array = texts.kernel("skinny_gemm", plan.stages * plan.stage_bytes + plan.x_bytes(depth))(
+        inputs=[
+            x,
+            weight,
+            weight if norm is None else norm.weight,
+            weight if bias is None else bias,
+            weight if residual is None else residual,
+            none if norm is None else texts.constants(norm.eps),
+        ],
+        template=[
+            ("T", x.dtype),
+            ("ROW_TILES", plan.row_tiles),
+            ("N", num_columns),
+            ("K", depth),
+            ("PAIR", num_columns // 2 if gated else 8),
+            ("COL_TILES", plan.col_tiles),
+            ("WARPS", plan.warps),
+            ("CHUNK", plan.chunk),
+            ("STAGES", plan.stages),
+            ("RESIDENT", plan.resident),
+            ("NORM", norm is not None),
+            ("BIAS", bias is not None),
+            ("FINISH", 1 if residual is not None else 2 if gated else 0),
+        ],
+        grid=(min(num_columns // (16 * plan.col_tiles), _MULTIPROCESSORS) * plan.warps * 32, 1, 1),
+        threadgroup=(plan.warps * 32, 1, 1),
+        output_shapes=[(rows, num_columns // 2 if gated else num_columns)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return out
+
+
+def skinny_gemm_takes(weight: mx.array) -> bool:
+    """Whether this device can multiply a few rows with weight [N, K] so."""
+    num_columns, depth = weight.shape
+    return (
+        texts.has_bulk_copies()
+        and weight.dtype in (mx.float16, mx.bfloat16)
+        and depth % 64 == 0
+        and num_columns % 16 == 0
+    )
 
 
 def gate(x: mx.array) -> mx.array:

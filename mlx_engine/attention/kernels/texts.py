@@ -16,8 +16,10 @@ _FOLDER = Path(__file__).parent
 MIN_SIZE = 8
 # What this process does without, though the GPU has it.
 _FORGONE: set[str] = set()
-# The compute capability from which CUDA has matrix instructions, and the one that has those of four warps.
+# The compute capability from which CUDA has matrix instructions, from which bulk copies, and the one that has matrix
+# instructions of four warps.
 _FIRST_WITH_MATRIX = 80
+_FIRST_WITH_BULK_COPIES = 90
 _WITH_WARPGROUPS = 90
 
 _INPUTS = (
@@ -77,6 +79,11 @@ KERNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("x", "weight", "norm_weight", "bias", "residual", "cosines", "sines", "params"),
         ("out",),
     ),
+    "skinny_gemm": (
+        ("skinny_gemm.inc",),
+        ("x", "weight", "norm_weight", "bias", "residual", "params"),
+        ("out",),
+    ),
     "gate": (("gate.inc",), ("x",), ("out",)),
     "embed": (("embed.inc",), ("table", "ids"), ("out",)),
     "rotate": (("rotate.inc",), ("x", "cosines", "sines"), ("out",)),
@@ -98,6 +105,7 @@ _MATRIX_HEADERS: dict[str, tuple[str, ...]] = {
     "decode_matrix_int8": ("{}_matrix.h", "rotated_piece.inc"),
     "decode_matrix_int8_split": ("{}_matrix.h", "rotated_piece.inc"),
     "gate": ("{}_matrix.h",),
+    "skinny_gemm": ("{}_matrix.h", "{}_bulk.h"),
     "prefill": ("{}_matrix.h", "panels.inc", "weights.inc", "products.inc"),
     "prefill_warpgroup": ("{}_matrix.h", "panels.inc", "weights.inc", "{}_warpgroup.h", "warpgroup.inc"),
 }
@@ -113,6 +121,11 @@ def kernel_header(name: str, dialect: Dialect) -> str:
 def has_matrix_instructions() -> bool:
     """Whether the default device has those of the kernels that need them."""
     return _compute_capability() >= _FIRST_WITH_MATRIX
+
+
+def has_bulk_copies() -> bool:
+    """Whether the default device copies lines into shared memory by itself: Hopper and what came after."""
+    return _compute_capability() >= _FIRST_WITH_BULK_COPIES
 
 
 def has_warpgroup_instructions() -> bool:

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cassert>
 #include <climits>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -20,6 +21,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "mlx/array.h"
@@ -71,9 +73,39 @@ CUdeviceptr device_address(const mx::array& array) {
   return reinterpret_cast<CUdeviceptr>(mx::gpu_ptr<char>(array));
 }
 
+bool is_kernel(CUgraphNode node) {
+  CUgraphNodeType type;
+  check(cuGraphNodeGetType(node, &type), "a node's type");
+  return type == CU_GRAPH_NODE_TYPE_KERNEL;
+}
+
+// Whether a node is a kernel that waits itself for those before it: one of ours, see QUIRE_AWAIT_PREVIOUS.
+bool awaits_previous(CUgraphNode node) {
+  if (!is_kernel(node)) {
+    return false;
+  }
+  CUDA_KERNEL_NODE_PARAMS params = {};
+  check(cuGraphKernelNodeGetParams(node, &params), "a kernel's parameters");
+  const char* name = nullptr;
+  if (params.func != nullptr) {
+    check(cuFuncGetName(&name, params.func), "a kernel's name");
+  } else if (params.kern != nullptr) {
+    check(cuKernelGetName(&name, params.kern), "a kernel's name");
+  }
+  return name != nullptr && std::strstr(name, "custom_kernel_quire_") != nullptr;
+}
+
+bool starts_kernels_early() {
+  CUdevice device;
+  int major = 0;
+  check(cuCtxGetDevice(&device), "the device");
+  check(cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "the compute capability");
+  return major >= 9;
+}
+
 class Recording {
  public:
-  Recording() = default;
+  explicit Recording(bool overlaps) : overlaps_(overlaps) {}
   Recording(const Recording&) = delete;
   ~Recording() {
     if (graph_ != nullptr) {
@@ -88,8 +120,9 @@ class Recording {
     auto& targets = from.*exposed(ToNodes{});
     if (!sources.empty()) {
       // The encoder would add them when it launches the graph.
+      const auto edges = edge_kinds(sources, targets);
       check(cuGraphAddDependencies(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
-                                   reinterpret_cast<CUgraphNode*>(targets.data()), nullptr, sources.size()),
+                                   reinterpret_cast<CUgraphNode*>(targets.data()), edges.data(), sources.size()),
             "the graph's dependencies");
       sources.clear();
       targets.clear();
@@ -111,10 +144,40 @@ class Recording {
   }
 
   size_t num_nodes() const { return num_nodes_; }
+  size_t num_early_starts() const { return num_early_starts_; }
 
  private:
+  // A kernel of ours may start while those before it still run, if those are all kernels.
+  template <typename Nodes>
+  std::vector<CUgraphEdgeData> edge_kinds(const Nodes& sources, const Nodes& targets) {
+    std::vector<CUgraphEdgeData> edges(sources.size(), CUgraphEdgeData{});
+    if (!overlaps_ || !starts_kernels_early()) {
+      return edges;
+    }
+    std::unordered_map<void*, bool> early;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const auto [found, is_new] = early.try_emplace(targets[i], false);
+      if (is_new) {
+        found->second = awaits_previous(reinterpret_cast<CUgraphNode>(targets[i]));
+      }
+      found->second = found->second && is_kernel(reinterpret_cast<CUgraphNode>(sources[i]));
+    }
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (early[targets[i]]) {
+        edges[i].from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+        edges[i].type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+      }
+    }
+    for (const auto& [_, starts_early] : early) {
+      num_early_starts_ += starts_early;
+    }
+    return edges;
+  }
+
   CUgraphExec graph_ = nullptr;
+  bool overlaps_;
   size_t num_nodes_ = 0;
+  size_t num_early_starts_ = 0;
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
 };
 
@@ -158,9 +221,10 @@ class OneGraph {
   int max_megabytes_ = INT_MAX;
 };
 
-// Runs `build`, which gives a lazy array, evaluates that, and returns the recording.
-std::shared_ptr<Recording> record(const nb::callable& build) {
-  auto recording = std::make_shared<Recording>();
+// Runs `build`, which gives a lazy array, evaluates that, and returns the recording. With `overlaps` kernels of ours start
+// while those before them end.
+std::shared_ptr<Recording> record(const nb::callable& build, bool overlaps) {
+  auto recording = std::make_shared<Recording>(overlaps);
   auto output = nb::cast<mx::array>(build());
   mx::array recorded(output.shape(), output.dtype(), std::make_shared<Record>(gpu_stream(), recording), {output});
   {
@@ -254,11 +318,12 @@ class Fetch {
 NB_MODULE(_quire_graphs, m) {
   nb::class_<quire::Recording>(m, "Recording")
       .def("launch", &quire::Recording::launch)
-      .def_prop_ro("num_nodes", &quire::Recording::num_nodes);
+      .def_prop_ro("num_nodes", &quire::Recording::num_nodes)
+      .def_prop_ro("num_early_starts", &quire::Recording::num_early_starts);
   nb::class_<quire::Fetch>(m, "Fetch")
       .def(nb::init<const mx::array&, size_t>(), nb::arg("source"), nb::arg("count"))
       .def("wait", &quire::Fetch::wait);
-  m.def("record", &quire::record, nb::arg("build"));
+  m.def("record", &quire::record, nb::arg("build"), nb::arg("overlaps"));
   m.def("write_rows", &quire::write_rows, nb::arg("target"), nb::arg("rows"), nb::arg("num_rows"),
         nb::arg("num_columns"));
 }
