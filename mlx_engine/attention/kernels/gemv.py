@@ -18,12 +18,12 @@ _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
 _THREADS = 128
-# Shared memory of a threadgroup that has a multiprocessor for itself, of an H200: how many there are says only how even
-# the threadgroups' shares are.
-_SHARED_BYTES = 227 << 10
+# Shared memory of a threadgroup, of which a multiprocessor has room for two, and how many of those there are: an H200's,
+# which matter to speed only.
+_SHARED_BYTES = 112 << 10
 _MULTIPROCESSORS = 132
-# Of it, what x may take; with more it comes with the weights.
-_MOST_RESIDENT_BYTES = 72 << 10
+# Registers of a lane that x may take.
+_MOST_HELD = 64
 _MAX_STAGES = 8
 
 
@@ -111,44 +111,24 @@ class SkinnyPlan:
     warps: int
     chunk: int
     stages: int
-    resident: bool
+    held: bool
 
     @property
-    def line_bytes(self) -> int:
-        return 2 * self.chunk + 64
-
-    def x_bytes(self, depth: int) -> int:
-        return 8 * self.row_tiles * (2 * depth + 64) if self.resident else 0
-
-    @property
-    def stage_bytes(self) -> int:
+    def ring_bytes(self) -> int:
         """Of all warps."""
-        lines = 16 * self.col_tiles + (0 if self.resident else 8 * self.row_tiles)
-        return self.warps * lines * self.line_bytes
-
-    @property
-    def other_bytes(self) -> int:
-        """Shared memory that isn't counted at launch."""
-        return 2 * self.warps * 16 * self.col_tiles * 8 * self.row_tiles * 4 + 8 * self.warps * _MAX_STAGES + 256
+        return self.warps * self.stages * 16 * self.col_tiles * (2 * self.chunk + 64)
 
     @staticmethod
-    def of(rows: int, num_columns: int, depth: int, **given: int) -> SkinnyPlan:
-        """The one for x [rows, depth] and a weight [num_columns, depth]; `given` parts of it are as they are."""
-        row_tiles = cdiv(rows, 8)
-        resident = bool(given.get("resident", 8 * row_tiles * (2 * depth + 64) <= _MOST_RESIDENT_BYTES))
-        # Twice the columns for each number of x that is read, unless some multiprocessors would have less to do.
-        wide = num_columns % 32 == 0 and not resident and _evenness(num_columns // 32) >= 0.9 * _evenness(num_columns // 16)
-        col_tiles = given.get("col_tiles", 2 if wide else 1)
-        warps = given.get("warps", 4 if wide else 8)
-        chunk = given.get("chunk", next(size for size in (256, 128, 64) if depth % size == 0))
-        plan = SkinnyPlan(row_tiles, col_tiles, warps, chunk, 1, resident)
-        room = _SHARED_BYTES - plan.other_bytes - plan.x_bytes(depth)
-        return replace(plan, stages=given.get("stages", max(1, min(_MAX_STAGES, room // plan.stage_bytes))))
-
-
-def _evenness(num_sets: int) -> float:
-    """The share of the time that multiprocessors have work, of sets that take equally long."""
-    return num_sets / (cdiv(num_sets, _MULTIPROCESSORS) * _MULTIPROCESSORS)
+    def of(rows: int, depth: int, **given: int) -> SkinnyPlan:
+        """The one for x [rows, depth]; `given` parts of it are as they are."""
+        row_tiles, col_tiles = cdiv(rows, 8), given.get("col_tiles", 1)
+        warps = given.get("warps", 8)
+        chunk = given.get("chunk", 128 if depth % 128 == 0 else 64)
+        held = cdiv(depth // chunk, warps) * chunk // 8 * row_tiles <= _MOST_HELD
+        plan = SkinnyPlan(row_tiles, col_tiles, warps, chunk, 1, bool(given.get("held", held)))
+        sums = 2 * warps * 16 * col_tiles * 8 * row_tiles * 4 + warps * 8 * (row_tiles * 4 + _MAX_STAGES)
+        stages = min(_MAX_STAGES, (_SHARED_BYTES - sums) // plan.ring_bytes)
+        return replace(plan, stages=given.get("stages", max(1, stages)))
 
 
 def skinny_gemm(
@@ -164,11 +144,9 @@ def skinny_gemm(
     """`gemv` for up to 16 rows, without rotation, for weights that `skinny_gemm_takes`."""
     rows, depth = x.shape
     num_columns = weight.shape[0]
-    plan = plan or SkinnyPlan.of(rows, num_columns, depth)
-    if norm is not None and not plan.resident:
-        x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
+    plan = plan or SkinnyPlan.of(rows, depth)
     none = texts.constants()
-    out: mx.array = texts.kernel("skinny_gemm", plan.stages * plan.stage_bytes + plan.x_bytes(depth))(
+    out: mx.array = texts.kernel("skinny_gemm", plan.ring_bytes)(
         inputs=[
             x,
             weight,
@@ -187,7 +165,7 @@ def skinny_gemm(
             ("WARPS", plan.warps),
             ("CHUNK", plan.chunk),
             ("STAGES", plan.stages),
-            ("RESIDENT", plan.resident),
+            ("HELD", plan.held),
             ("NORM", norm is not None),
             ("BIAS", bias is not None),
             ("FINISH", 1 if residual is not None else 2 if gated else 0),
