@@ -3,7 +3,7 @@
 Every case of the kernels' tests is compared with float64, in several processes, since most of the time goes to their
 compilation. Decode attention is timed over block tables in random order against a copy of device memory, and prefill
 chunks in both ways: our kernel on the pool, and MLX's attention on pages that were collected. Of a decoder layer, all
-but attention is timed with our products of a few rows and with MLX's. On CUDA the calls are recorded, as the engine's
+but attention is timed with our products of a few rows, of both kinds, and with MLX's. On CUDA the calls are recorded, as the engine's
 steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
 """
 
@@ -133,7 +133,7 @@ class Layer:
     num_rows: int
 
 
-LAYERS = tuple(Layer(model, rows) for model in ("llama-1b", "llama-8b") for rows in (1, 2, 3, 4, 8))
+LAYERS = tuple(Layer(model, rows) for model in ("llama-1b", "llama-8b") for rows in (1, 2, 3, 4, 8, 16))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -343,9 +343,11 @@ def time_layer(blocks: Sequence[FusedDecoderBlock], num_rows: int, rounds: int) 
         return out
 
     times = {}
-    for whose, most in (("ours_s", num_rows), ("mlx_s", 0)):
+    for whose, gemv_rows, skinny_rows in (("gemv_s", num_rows, 0), ("skinny_gemm_s", 0, num_rows), ("mlx_s", 0, 0)):
+        if skinny_rows > 0 and not all(block.takes_skinny for block in blocks):
+            continue
         for block in blocks:
-            block.most_gemv_rows = most
+            block.most_gemv_rows, block.most_skinny_rows = gemv_rows, skinny_rows
         times[whose] = statistics.median(seconds_of_chain(chain, x, rounds)) / _CHAIN
     return times
 
@@ -367,12 +369,13 @@ def time_layers(rounds: int, bandwidth: float) -> list[dict[str, Any]]:
             of = layer.model
         times = time_layer(blocks, layer.num_rows, rounds)
         timings.append(asdict(layer) | times | {"num_bytes": num_bytes})
-        microseconds = [number(1e6 * s) for s in (times["ours_s"], times["mlx_s"], num_bytes / bandwidth)]
-        rows.append([layer.model, str(layer.num_rows), *microseconds])
+        columns = [times["gemv_s"], times.get("skinny_gemm_s"), times["mlx_s"], num_bytes / bandwidth]
+        rows.append([layer.model, str(layer.num_rows), *("" if s is None else number(1e6 * s) for s in columns)])
     head = [
         "a layer without attention",
         "rows",
-        "our products, us",
+        "gemv, us",
+        "skinny_gemm, us",
         "MLX's, us",
         "its weights at the copy's bandwidth, us",
     ]

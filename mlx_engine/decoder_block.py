@@ -48,10 +48,10 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self._num_kv_heads: int = attention.n_kv_heads
         self._scale: float = attention.scale
         products = (self.query_key_value, self.output, self.gate_up, self.down)
-        takes_skinny = all(skinny_gemm_takes(linear.weight) for linear in products)
+        self.takes_skinny = all(skinny_gemm_takes(linear.weight) for linear in products)
         # With which products are our own, of either kind.
-        self.most_gemv_rows = MAX_GEMV_ROWS
-        self.most_skinny_rows = MAX_SKINNY_ROWS if takes_skinny else 0
+        self.most_gemv_rows = 1 if self.takes_skinny else MAX_GEMV_ROWS
+        self.most_skinny_rows = MAX_SKINNY_ROWS if self.takes_skinny else 0
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
         mx.eval(self.parameters())
 

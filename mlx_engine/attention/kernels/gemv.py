@@ -10,18 +10,18 @@ from mlx_lm.models.activations import swiglu
 from mlx_engine.attention.kernels import texts
 from mlx_engine.types import cdiv
 
-# Rows up to which these products are worth their while: beyond, MLX's own are faster.
+# Rows up to which these products are worth their while: beyond, MLX's own are faster. Where skinny_gemm runs, gemv is for
+# a single row.
 MAX_GEMV_ROWS = 2
-MAX_SKINNY_ROWS = 16
+MAX_SKINNY_ROWS = 8
 _WARPS = 8
 _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
 _THREADS = 128
-# Shared memory of a threadgroup, of which a multiprocessor has room for two, and how many of those there are: an H200's,
-# which matter to speed only.
+# Threadgroups of it, and the shared memory of each, so that two run on each multiprocessor of an H200.
+_SKINNY_GROUPS = 264
 _SHARED_BYTES = 112 << 10
-_MULTIPROCESSORS = 132
 # Registers of a lane that x may take.
 _MOST_HELD = 64
 _MAX_STAGES = 8
@@ -170,7 +170,7 @@ def skinny_gemm(
             ("BIAS", bias is not None),
             ("FINISH", 1 if residual is not None else 2 if gated else 0),
         ],
-        grid=(min(num_columns // (16 * plan.col_tiles), _MULTIPROCESSORS) * plan.warps * 32, 1, 1),
+        grid=(min(num_columns // (16 * plan.col_tiles), _SKINNY_GROUPS) * plan.warps * 32, 1, 1),
         threadgroup=(plan.warps * 32, 1, 1),
         output_shapes=[(rows, num_columns // 2 if gated else num_columns)],
         output_dtypes=[x.dtype],
