@@ -4,6 +4,9 @@
 // MLX's CUDA backend collects the kernels of an evaluation in a graph before it launches them. A recording takes a copy of
 // that graph, ready to launch, and holds on to all memory that its kernels use. Inputs and outputs are arrays whose
 // memory stays: the host writes to the inputs before each launch.
+//
+// In a recording kernels may overlap (programmatic dependent launch): one of ours starts when those before it have no
+// threadgroup left to start, and waits by itself, in the kernel's text, until they have ended (QUIRE_AWAIT_PREVIOUS).
 
 #include <cuda.h>
 #include <nanobind/nanobind.h>
@@ -13,6 +16,7 @@
 #include <algorithm>
 #include <cassert>
 #include <climits>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -20,6 +24,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "mlx/array.h"
@@ -71,9 +77,76 @@ CUdeviceptr device_address(const mx::array& array) {
   return reinterpret_cast<CUdeviceptr>(mx::gpu_ptr<char>(array));
 }
 
+// What mx.fast.cuda_kernel calls the kernels that texts.py names quire_...; they wait for those before them.
+constexpr const char* OURS = "custom_kernel_quire_";
+// The first compute capability whose kernels can wait.
+constexpr int FIRST_WITH_OVERLAP = 9;
+
+bool is_kernel(CUgraphNode node) {
+  CUgraphNodeType type;
+  check(cuGraphNodeGetType(node, &type), "a node's type");
+  return type == CU_GRAPH_NODE_TYPE_KERNEL;
+}
+
+bool is_ours(CUgraphNode node) {
+  CUDA_KERNEL_NODE_PARAMS params = {};
+  const char* name = nullptr;
+  if (!is_kernel(node) || cuGraphKernelNodeGetParams(node, &params) != CUDA_SUCCESS) {
+    return false;
+  }
+  const CUresult named = params.func != nullptr   ? cuFuncGetName(&name, params.func)
+                         : params.kern != nullptr ? cuKernelGetName(&name, params.kern)
+                                                  : CUDA_ERROR_NOT_FOUND;
+  return named == CUDA_SUCCESS && name != nullptr && std::strstr(name, OURS) != nullptr;
+}
+
+using Edges = std::vector<std::pair<CUgraphNode, CUgraphNode>>;
+
+// The edges without those that others imply, as to the kernel that made a residual: they might keep a kernel from starting
+// early.
+Edges without_implied(const Edges& edges) {
+  std::unordered_map<CUgraphNode, size_t> places;
+  for (const auto& [from, to] : edges) {
+    places.emplace(from, places.size());
+    places.emplace(to, places.size());
+  }
+  const size_t words = (places.size() + 63) / 64;
+  // For each node those that it comes after, a bit each.
+  std::vector<std::vector<uint64_t>> before(places.size(), std::vector<uint64_t>(words));
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const auto& [from, to] : edges) {
+      const auto& source = before[places[from]];
+      auto& target = before[places[to]];
+      for (size_t w = 0; w < words; ++w) {
+        const uint64_t own = places[from] / 64 == w ? uint64_t(1) << places[from] % 64 : 0;
+        const uint64_t all = target[w] | source[w] | own;
+        changed = changed || all != target[w];
+        target[w] = all;
+      }
+    }
+  }
+  std::unordered_map<CUgraphNode, std::vector<CUgraphNode>> sources;
+  for (const auto& [from, to] : edges) {
+    sources[to].push_back(from);
+  }
+  Edges kept;
+  for (const auto& [from, to] : edges) {
+    const size_t place = places[from];
+    const auto& others = sources[to];
+    const bool implied = std::any_of(others.begin(), others.end(), [&](CUgraphNode other) {
+      return other != from && (before[places[other]][place / 64] >> place % 64 & 1) != 0;
+    });
+    if (!implied) {
+      kept.emplace_back(from, to);
+    }
+  }
+  return kept;
+}
+
 class Recording {
  public:
-  Recording() = default;
+  explicit Recording(bool overlap) : overlap_(overlap) {}
   Recording(const Recording&) = delete;
   ~Recording() {
     if (graph_ != nullptr) {
@@ -86,16 +159,20 @@ class Recording {
     auto* graph = reinterpret_cast<CUgraph>(static_cast<cudaGraph_t>(from.*exposed(Graph{})));
     auto& sources = from.*exposed(FromNodes{});
     auto& targets = from.*exposed(ToNodes{});
-    if (!sources.empty()) {
-      // The encoder would add them when it launches the graph.
-      check(cuGraphAddDependencies(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
-                                   reinterpret_cast<CUgraphNode*>(targets.data()), nullptr, sources.size()),
-            "the graph's dependencies");
-      sources.clear();
-      targets.clear();
-    }
     check(cuGraphGetNodes(graph, nullptr, &num_nodes_), "the graph's nodes");
-    check(cuGraphInstantiateWithFlags(&graph_, graph, 0), "instantiating the graph");
+    if (!overlap_ || from.device().compute_capability_major() < FIRST_WITH_OVERLAP ||
+        !instantiate_overlapped(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
+                                reinterpret_cast<CUgraphNode*>(targets.data()), sources.size())) {
+      if (!sources.empty()) {
+        // The encoder would add them when it launches the graph.
+        check(cuGraphAddDependencies(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
+                                     reinterpret_cast<CUgraphNode*>(targets.data()), nullptr, sources.size()),
+              "the graph's dependencies");
+        sources.clear();
+        targets.clear();
+      }
+      check(cuGraphInstantiateWithFlags(&graph_, graph, 0), "instantiating the graph");
+    }
     kept_ = from.*exposed(Temporaries{});
   }
 
@@ -111,8 +188,56 @@ class Recording {
   }
 
   size_t num_nodes() const { return num_nodes_; }
+  // Edges whose target may start before its source has ended.
+  size_t num_overlapped() const { return num_overlapped_; }
 
  private:
+  // Whether CUDA takes the graph with such edges. In a copy: MLX runs its own once as it is, and keeps what it makes of
+  // it for other graphs of the same form, whose kernels may not wait.
+  bool instantiate_overlapped(CUgraph graph, const CUgraphNode* sources, const CUgraphNode* targets, size_t count) {
+    size_t num_added = 0;
+    if (cuGraphGetEdges(graph, nullptr, nullptr, nullptr, &num_added) != CUDA_SUCCESS || num_added != 0) {
+      return false;  // The encoder has added edges by itself: not all are in its lists.
+    }
+    Edges edges;
+    for (size_t i = 0; i < count; ++i) {
+      edges.emplace_back(sources[i], targets[i]);
+    }
+    CUgraph copy = nullptr;
+    if (cuGraphClone(&copy, graph) != CUDA_SUCCESS) {
+      return false;
+    }
+    size_t num_overlapped = 0;
+    bool fine = true;
+    std::vector<CUgraphNode> from, to;
+    std::vector<CUgraphEdgeData> data;
+    for (const auto& [source, target] : without_implied(edges)) {
+      CUgraphNode one = nullptr, two = nullptr;
+      fine = fine && cuGraphNodeFindInClone(&one, source, copy) == CUDA_SUCCESS &&
+             cuGraphNodeFindInClone(&two, target, copy) == CUDA_SUCCESS;
+      from.push_back(one);
+      to.push_back(two);
+      CUgraphEdgeData edge = {};
+      if (is_kernel(source) && is_ours(target)) {
+        edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+        edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+        ++num_overlapped;
+      }
+      data.push_back(edge);
+    }
+    fine = fine && cuGraphAddDependencies(copy, from.data(), to.data(), data.data(), from.size()) == CUDA_SUCCESS &&
+           cuGraphInstantiateWithFlags(&graph_, copy, 0) == CUDA_SUCCESS;
+    cuGraphDestroy(copy);
+    if (fine) {
+      num_overlapped_ = num_overlapped;
+    } else {
+      graph_ = nullptr;
+    }
+    return fine;
+  }
+
+  const bool overlap_;
+  size_t num_overlapped_ = 0;
   CUgraphExec graph_ = nullptr;
   size_t num_nodes_ = 0;
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
@@ -159,8 +284,8 @@ class OneGraph {
 };
 
 // Runs `build`, which gives a lazy array, evaluates that, and returns the recording.
-std::shared_ptr<Recording> record(const nb::callable& build) {
-  auto recording = std::make_shared<Recording>();
+std::shared_ptr<Recording> record(const nb::callable& build, bool overlap) {
+  auto recording = std::make_shared<Recording>(overlap);
   auto output = nb::cast<mx::array>(build());
   mx::array recorded(output.shape(), output.dtype(), std::make_shared<Record>(gpu_stream(), recording), {output});
   {
@@ -254,11 +379,12 @@ class Fetch {
 NB_MODULE(_quire_graphs, m) {
   nb::class_<quire::Recording>(m, "Recording")
       .def("launch", &quire::Recording::launch)
-      .def_prop_ro("num_nodes", &quire::Recording::num_nodes);
+      .def_prop_ro("num_nodes", &quire::Recording::num_nodes)
+      .def_prop_ro("num_overlapped", &quire::Recording::num_overlapped);
   nb::class_<quire::Fetch>(m, "Fetch")
       .def(nb::init<const mx::array&, size_t>(), nb::arg("source"), nb::arg("count"))
       .def("wait", &quire::Fetch::wait);
-  m.def("record", &quire::record, nb::arg("build"));
+  m.def("record", &quire::record, nb::arg("build"), nb::arg("overlap"));
   m.def("write_rows", &quire::write_rows, nb::arg("target"), nb::arg("rows"), nb::arg("num_rows"),
         nb::arg("num_columns"));
 }
