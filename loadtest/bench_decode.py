@@ -1,7 +1,8 @@
 """The ways our engine can run a step, against each other on a GPU: the same tokens, and how fast.
 
-The arms are one engine each, with the same random weights: `recorded` (CUDA graphs), `compiled`, `fused` (neither),
-`gather` (K/V copied out of the pool) and `int8` (recorded, K/V in 8 bits); counters in the result say which paths ran.
+The arms are one engine each, with the same random weights: `recorded` (CUDA graphs), `serial` (the same, but no kernel
+starts before the last one has ended), `compiled`, `fused` (neither), `gather` (K/V copied out of the pool) and `int8`
+(recorded, K/V in 8 bits); counters in the result say which paths ran.
 
 Tokens: greedy requests of mixed lengths that come and go, with chunks and preemptions, in each arm; where an arm's
 tokens part from gather's, the model itself is asked how far apart the two tokens' logits are. A gap that the type's
@@ -29,6 +30,7 @@ from typing import Any
 # Before anything that imports MLX: OpenBLAS must come first.
 from mlx_engine.config import EngineConfig
 from mlx_engine.engine import Engine
+from mlx_engine.native.graphs import load_graphs
 from mlx_engine.types import Request, SamplingParams
 from plugins.build import build_engine_for
 
@@ -47,6 +49,7 @@ from loadtest.worker_gpu_quire import QuireStepper, random_model
 
 ARMS: dict[str, dict[str, Any]] = {
     "recorded": {"attention_backend": "fused"},
+    "serial": {"attention_backend": "fused"},
     "compiled": {"attention_backend": "fused", "record_decode": False},
     "fused": {"attention_backend": "fused", "compile_decode": False},
     "gather": {"attention_backend": "gather"},
@@ -96,7 +99,15 @@ def build_engine(arm: str, args: argparse.Namespace, **limits: int) -> Engine:
     config = EngineConfig(
         model=args.shape, block_size=_BLOCK_SIZE, prefix_cache="none", chunk_halving_context=None, **options
     )
-    return build_engine_for(config, random_model(llama_config(SHAPES[args.shape]), DTYPES[args.dtype]))
+    model = random_model(llama_config(SHAPES[args.shape]), DTYPES[args.dtype])
+    if arm != "serial":
+        return build_engine_for(config, model)
+    graphs = load_graphs()
+    graphs.overlap = False  # until the engine has made its recordings
+    try:
+        return build_engine_for(config, model)
+    finally:
+        graphs.overlap = True
 
 
 def answer(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[list[int]]:

@@ -25,17 +25,19 @@ class Graphs:
 
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
+        self.overlap = True  # of recordings from now on; for measurements
 
-    def record(self, build: Callable[[], mx.array], overlaps: bool = True) -> Any:
+    def record(self, build: Callable[[], mx.array], overlap: bool | None = None) -> Any:
         """Evaluates the lazy array that build() gives, twice, and returns the recording, with a method launch().
 
         All memory that its kernels use is held as long as the recording lives. Inputs must be evaluated arrays that are
-        held too. With `overlaps`, kernels of ours start while those before them end, where the GPU can do that (compute
-        capability 9.0 on). RuntimeError where CUDA refuses.
+        held too, weights among them: our kernels may read those before what comes before has ended. Where the GPU can,
+        kernels of ours start while those before them still run; its num_overlapped says how often, and `overlap` may
+        say that none does (None: what the attribute says). RuntimeError where CUDA refuses.
         """
         # Once as it is, so that all kernels are compiled before any of them is recorded.
         mx.eval(build())
-        return self._module.record(build, overlaps)
+        return self._module.record(build, self.overlap if overlap is None else overlap)
 
     def write_rows(self, target: mx.array, rows: bytes, num_rows: int, num_columns: int) -> None:
         """Overwrites the first rows and columns of a 32-bit matrix on the GPU, in the order of the stream."""

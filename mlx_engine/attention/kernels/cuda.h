@@ -22,10 +22,10 @@
 #define QUIRE_RESET(counter) (counter) = 0
 #define QUIRE_COUNT(counter, amount) atomicAdd(&(counter), amount)
 #define QUIRE_COUNTED(counter) (counter)
-// A recorded step may start a kernel while the one before it still runs (graphs.cpp). Every kernel says at once that the
-// next may start, whose threadgroups take the places that this one's leave, and touches nothing that other kernels write
-// until those before it have ended: all lanes wait, those too that have nothing to do, so a kernel that has ended comes
-// after all that it builds on. Elsewhere both words do nothing.
+// A recorded step may start a kernel while the one before it still runs (graphs.cpp). Every kernel says at once that
+// the next may start, whose threadgroups take the places that this one's leave, and touches nothing that other kernels
+// write until those before it have ended. Each threadgroup waits, those too that have nothing to do: so a kernel that
+// has ended comes after all that it builds on. Elsewhere both words do nothing.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define QUIRE_NEXT_MAY_START() asm volatile("griddepcontrol.launch_dependents;")
 #define QUIRE_AWAIT_PREVIOUS() asm volatile("griddepcontrol.wait;" ::: "memory")

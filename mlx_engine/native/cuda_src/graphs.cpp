@@ -4,6 +4,9 @@
 // MLX's CUDA backend collects the kernels of an evaluation in a graph before it launches them. A recording takes a copy of
 // that graph, ready to launch, and holds on to all memory that its kernels use. Inputs and outputs are arrays whose
 // memory stays: the host writes to the inputs before each launch.
+//
+// In a recording kernels may overlap (programmatic dependent launch): one of ours starts when those before it have no
+// threadgroup left to start, and waits by itself, in the kernel's text, until they have ended (QUIRE_AWAIT_PREVIOUS).
 
 #include <cuda.h>
 #include <nanobind/nanobind.h>
@@ -22,6 +25,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "mlx/array.h"
@@ -73,39 +77,76 @@ CUdeviceptr device_address(const mx::array& array) {
   return reinterpret_cast<CUdeviceptr>(mx::gpu_ptr<char>(array));
 }
 
+// What mx.fast.cuda_kernel calls the kernels that texts.py names quire_...; they wait for those before them.
+constexpr const char* OURS = "custom_kernel_quire_";
+// The first compute capability whose kernels can wait.
+constexpr int FIRST_WITH_OVERLAP = 9;
+
 bool is_kernel(CUgraphNode node) {
   CUgraphNodeType type;
   check(cuGraphNodeGetType(node, &type), "a node's type");
   return type == CU_GRAPH_NODE_TYPE_KERNEL;
 }
 
-// Whether a node is a kernel that waits itself for those before it: one of ours, see QUIRE_AWAIT_PREVIOUS.
-bool awaits_previous(CUgraphNode node) {
-  if (!is_kernel(node)) {
+bool is_ours(CUgraphNode node) {
+  CUDA_KERNEL_NODE_PARAMS params = {};
+  const char* name = nullptr;
+  if (!is_kernel(node) || cuGraphKernelNodeGetParams(node, &params) != CUDA_SUCCESS) {
     return false;
   }
-  CUDA_KERNEL_NODE_PARAMS params = {};
-  check(cuGraphKernelNodeGetParams(node, &params), "a kernel's parameters");
-  const char* name = nullptr;
-  if (params.func != nullptr) {
-    check(cuFuncGetName(&name, params.func), "a kernel's name");
-  } else if (params.kern != nullptr) {
-    check(cuKernelGetName(&name, params.kern), "a kernel's name");
-  }
-  return name != nullptr && std::strstr(name, "custom_kernel_quire_") != nullptr;
+  const CUresult named = params.func != nullptr   ? cuFuncGetName(&name, params.func)
+                         : params.kern != nullptr ? cuKernelGetName(&name, params.kern)
+                                                  : CUDA_ERROR_NOT_FOUND;
+  return named == CUDA_SUCCESS && name != nullptr && std::strstr(name, OURS) != nullptr;
 }
 
-bool starts_kernels_early() {
-  CUdevice device;
-  int major = 0;
-  check(cuCtxGetDevice(&device), "the device");
-  check(cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "the compute capability");
-  return major >= 9;
+using Edges = std::vector<std::pair<CUgraphNode, CUgraphNode>>;
+
+// The edges without those that others imply, as to the kernel that made a residual: they might keep a kernel from starting
+// early.
+Edges without_implied(const Edges& edges) {
+  std::unordered_map<CUgraphNode, size_t> places;
+  for (const auto& [from, to] : edges) {
+    places.emplace(from, places.size());
+    places.emplace(to, places.size());
+  }
+  const size_t words = (places.size() + 63) / 64;
+  // For each node those that it comes after, a bit each.
+  std::vector<std::vector<uint64_t>> before(places.size(), std::vector<uint64_t>(words));
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const auto& [from, to] : edges) {
+      const auto& source = before[places[from]];
+      auto& target = before[places[to]];
+      for (size_t w = 0; w < words; ++w) {
+        const uint64_t own = places[from] / 64 == w ? uint64_t(1) << places[from] % 64 : 0;
+        const uint64_t all = target[w] | source[w] | own;
+        changed = changed || all != target[w];
+        target[w] = all;
+      }
+    }
+  }
+  std::unordered_map<CUgraphNode, std::vector<CUgraphNode>> sources;
+  for (const auto& [from, to] : edges) {
+    sources[to].push_back(from);
+  }
+  Edges kept;
+  for (const auto& [from, to] : edges) {
+    const size_t place = places[from];
+    const auto& others = sources[to];
+    const bool implied = std::any_of(others.begin(), others.end(), [&](CUgraphNode other) {
+      return other != from && (before[places[other]][place / 64] >> place % 64 & 1) != 0;
+    });
+    if (!implied) {
+      kept.emplace_back(from, to);
+    }
+  }
+  return kept;
 }
 
 class Recording {
  public:
-  explicit Recording(bool overlaps) : overlaps_(overlaps) {}
+  explicit Recording(bool overlap) : overlap_(overlap) {}
   Recording(const Recording&) = delete;
   ~Recording() {
     if (graph_ != nullptr) {
@@ -118,17 +159,20 @@ class Recording {
     auto* graph = reinterpret_cast<CUgraph>(static_cast<cudaGraph_t>(from.*exposed(Graph{})));
     auto& sources = from.*exposed(FromNodes{});
     auto& targets = from.*exposed(ToNodes{});
-    if (!sources.empty()) {
-      // The encoder would add them when it launches the graph.
-      const auto edges = edge_kinds(sources, targets);
-      check(cuGraphAddDependencies(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
-                                   reinterpret_cast<CUgraphNode*>(targets.data()), edges.data(), sources.size()),
-            "the graph's dependencies");
-      sources.clear();
-      targets.clear();
-    }
     check(cuGraphGetNodes(graph, nullptr, &num_nodes_), "the graph's nodes");
-    check(cuGraphInstantiateWithFlags(&graph_, graph, 0), "instantiating the graph");
+    if (!overlap_ || from.device().compute_capability_major() < FIRST_WITH_OVERLAP ||
+        !instantiate_overlapped(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
+                                reinterpret_cast<CUgraphNode*>(targets.data()), sources.size())) {
+      if (!sources.empty()) {
+        // The encoder would add them when it launches the graph.
+        check(cuGraphAddDependencies(graph, reinterpret_cast<CUgraphNode*>(sources.data()),
+                                     reinterpret_cast<CUgraphNode*>(targets.data()), nullptr, sources.size()),
+              "the graph's dependencies");
+        sources.clear();
+        targets.clear();
+      }
+      check(cuGraphInstantiateWithFlags(&graph_, graph, 0), "instantiating the graph");
+    }
     kept_ = from.*exposed(Temporaries{});
   }
 
@@ -144,36 +188,56 @@ class Recording {
   }
 
   size_t num_nodes() const { return num_nodes_; }
-  size_t num_early_starts() const { return num_early_starts_; }
+  // Edges whose target may start before its source has ended.
+  size_t num_overlapped() const { return num_overlapped_; }
 
  private:
-  // A kernel of ours may start while those before it still run, if those are all kernels.
-  template <typename Nodes>
-  std::vector<CUgraphEdgeData> edge_kinds(const Nodes& sources, const Nodes& targets) {
-    std::vector<CUgraphEdgeData> edges(sources.size(), CUgraphEdgeData{});
-    if (!overlaps_ || !starts_kernels_early()) {
-      return edges;
+  // Whether CUDA takes the graph with such edges. In a copy: MLX runs its own once as it is, and keeps what it makes of
+  // it for other graphs of the same form, whose kernels may not wait.
+  bool instantiate_overlapped(CUgraph graph, const CUgraphNode* sources, const CUgraphNode* targets, size_t count) {
+    size_t num_added = 0;
+    if (cuGraphGetEdges(graph, nullptr, nullptr, nullptr, &num_added) != CUDA_SUCCESS || num_added != 0) {
+      return false;  // The encoder has added edges by itself: not all are in its lists.
     }
-    std::unordered_map<void*, bool> early;
-    for (size_t i = 0; i < sources.size(); ++i) {
-      const auto [found, is_new] = early.try_emplace(targets[i], false);
-      if (is_new) {
-        found->second = awaits_previous(reinterpret_cast<CUgraphNode>(targets[i]));
+    Edges edges;
+    for (size_t i = 0; i < count; ++i) {
+      edges.emplace_back(sources[i], targets[i]);
+    }
+    CUgraph copy = nullptr;
+    if (cuGraphClone(&copy, graph) != CUDA_SUCCESS) {
+      return false;
+    }
+    size_t num_overlapped = 0;
+    bool fine = true;
+    std::vector<CUgraphNode> from, to;
+    std::vector<CUgraphEdgeData> data;
+    for (const auto& [source, target] : without_implied(edges)) {
+      CUgraphNode one = nullptr, two = nullptr;
+      fine = fine && cuGraphNodeFindInClone(&one, source, copy) == CUDA_SUCCESS &&
+             cuGraphNodeFindInClone(&two, target, copy) == CUDA_SUCCESS;
+      from.push_back(one);
+      to.push_back(two);
+      CUgraphEdgeData edge = {};
+      if (is_kernel(source) && is_ours(target)) {
+        edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+        edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+        ++num_overlapped;
       }
-      found->second = found->second && is_kernel(reinterpret_cast<CUgraphNode>(sources[i]));
+      data.push_back(edge);
     }
-    for (size_t i = 0; i < sources.size(); ++i) {
-      if (early[targets[i]]) {
-        edges[i].from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
-        edges[i].type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
-      }
+    fine = fine && cuGraphAddDependencies(copy, from.data(), to.data(), data.data(), from.size()) == CUDA_SUCCESS &&
+           cuGraphInstantiateWithFlags(&graph_, copy, 0) == CUDA_SUCCESS;
+    cuGraphDestroy(copy);
+    if (fine) {
+      num_overlapped_ = num_overlapped;
+    } else {
+      graph_ = nullptr;
     }
-    for (const auto& [_, starts_early] : early) {
-      num_early_starts_ += starts_early;
-    }
-    return edges;
+    return fine;
   }
 
+  const bool overlap_;
+  size_t num_overlapped_ = 0;
   CUgraphExec graph_ = nullptr;
   bool overlaps_;
   size_t num_nodes_ = 0;
@@ -221,10 +285,9 @@ class OneGraph {
   int max_megabytes_ = INT_MAX;
 };
 
-// Runs `build`, which gives a lazy array, evaluates that, and returns the recording. With `overlaps` kernels of ours start
-// while those before them end.
-std::shared_ptr<Recording> record(const nb::callable& build, bool overlaps) {
-  auto recording = std::make_shared<Recording>(overlaps);
+// Runs `build`, which gives a lazy array, evaluates that, and returns the recording.
+std::shared_ptr<Recording> record(const nb::callable& build, bool overlap) {
+  auto recording = std::make_shared<Recording>(overlap);
   auto output = nb::cast<mx::array>(build());
   mx::array recorded(output.shape(), output.dtype(), std::make_shared<Record>(gpu_stream(), recording), {output});
   {
@@ -319,11 +382,11 @@ NB_MODULE(_quire_graphs, m) {
   nb::class_<quire::Recording>(m, "Recording")
       .def("launch", &quire::Recording::launch)
       .def_prop_ro("num_nodes", &quire::Recording::num_nodes)
-      .def_prop_ro("num_early_starts", &quire::Recording::num_early_starts);
+      .def_prop_ro("num_overlapped", &quire::Recording::num_overlapped);
   nb::class_<quire::Fetch>(m, "Fetch")
       .def(nb::init<const mx::array&, size_t>(), nb::arg("source"), nb::arg("count"))
       .def("wait", &quire::Fetch::wait);
-  m.def("record", &quire::record, nb::arg("build"), nb::arg("overlaps"));
+  m.def("record", &quire::record, nb::arg("build"), nb::arg("overlap"));
   m.def("write_rows", &quire::write_rows, nb::arg("target"), nb::arg("rows"), nb::arg("num_rows"),
         nb::arg("num_columns"));
 }
