@@ -3,8 +3,8 @@
 Every case of the kernels' tests is compared with float64, in several processes, since most of the time goes to their
 compilation. Decode attention is timed over block tables in random order against a copy of device memory, and prefill
 chunks in both ways: our kernel on the pool, and MLX's attention on pages that were collected. Of a decoder layer, all
-but attention is timed with our products of a few rows, of both kinds, and with MLX's. On CUDA the calls are recorded, as the engine's
-steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
+but attention is timed with our products of a few rows, of both kinds, and with MLX's. On CUDA calls are recorded, as
+the engine's steps are. Prints tables, writes JSON after each, and ends with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ class _NoAttention(PagedView):
         return keys, values
 
     def attend(self, queries: mx.array, **_: Any) -> mx.array:
-        return queries
+        return mx.contiguous(queries)  # products take whole rows
 
 
 def layers_of(model: str) -> tuple[list[FusedDecoderBlock], int]:
@@ -347,7 +347,7 @@ def time_layer(blocks: Sequence[FusedDecoderBlock], num_rows: int, rounds: int) 
         if skinny_rows > 0 and not all(block.takes_skinny for block in blocks):
             continue
         for block in blocks:
-            block.most_gemv_rows, block.most_skinny_rows = gemv_rows, skinny_rows
+            block.set_rows(gemv_rows, skinny_rows)
         times[whose] = statistics.median(seconds_of_chain(chain, x, rounds)) / _CHAIN
     return times
 

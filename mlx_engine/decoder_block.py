@@ -29,6 +29,9 @@ from mlx_engine.attention.kernels.gemv import (
 _MODULES = ("mlx_lm.models.llama", "mlx_lm.models.qwen2", "mlx_lm.models.qwen3")
 
 
+_CHECKED_ROWS = 3
+
+
 class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
     """Stands where a TransformerBlock was, for rows [T, 1, d] on a paged view."""
 
@@ -47,11 +50,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         self._num_heads: int = attention.n_heads
         self._num_kv_heads: int = attention.n_kv_heads
         self._scale: float = attention.scale
-        products = (self.query_key_value, self.output, self.gate_up, self.down)
-        self.takes_skinny = all(skinny_gemm_takes(linear.weight) for linear in products)
-        # With which products are our own, of either kind.
-        self.most_gemv_rows = 1 if self.takes_skinny else MAX_GEMV_ROWS
-        self.most_skinny_rows = MAX_SKINNY_ROWS if self.takes_skinny else 0
+        self.choose_products()
         self._angles = None if self.head_norms else tables.of(self.rope, self._head_dim)
         mx.eval(self.parameters())
 
@@ -92,11 +91,36 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         gated = product(hidden, self.gate_up.weight, norm=_norm(self.post_attention_layernorm), gated=True)
         return product(gated, self.down.weight, bias=self.down.get("bias"), residual=hidden)[:, None]
 
+    def choose_products(self) -> None:
+        """By what this device has."""
+        products = (self.query_key_value, self.output, self.gate_up, self.down)
+        self.takes_skinny = all(skinny_gemm_takes(linear.weight) for linear in products)
+        self.set_rows(*((1, MAX_SKINNY_ROWS) if self.takes_skinny else (MAX_GEMV_ROWS, 0)))
+
+    def set_rows(self, most_gemv: int, most_skinny: int) -> None:
+        """Up to how many rows products are gemv's, and up to how many skinny_gemm's; beyond, they are MLX's."""
+        self._most_gemv_rows, self._most_skinny_rows = most_gemv, most_skinny
+
+    def skinny_error(self) -> float:
+        """How far this block is, with skinny_gemm's products, from itself with MLX's: relative, of a few random rows.
+
+        RuntimeError where they can't run.
+        """
+        rows = self._most_gemv_rows, self._most_skinny_rows
+        x = mx.random.normal((_CHECKED_ROWS, 1, self.output.weight.shape[0])).astype(self.output.weight.dtype)
+        outs = []
+        for most in (0, _CHECKED_ROWS):
+            self.set_rows(0, most)
+            outs.append((self(x, None, _NoAttention(_CHECKED_ROWS)) - x).astype(mx.float32))
+        self.set_rows(*rows)
+        error: float = (mx.linalg.norm(outs[1] - outs[0]) / mx.linalg.norm(outs[0])).item()
+        return error
+
     def _product(self, num_rows: int) -> Callable[..., mx.array] | None:
         """What multiplies so many rows with a weight; None for MLX's own."""
-        if num_rows <= self.most_gemv_rows:
+        if num_rows <= self._most_gemv_rows:
             return gemv
-        return skinny_gemm if num_rows <= self.most_skinny_rows else None
+        return skinny_gemm if num_rows <= self._most_skinny_rows else None
 
     @property
     def _head_dim(self) -> int:
@@ -134,6 +158,23 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
         cache.update_and_fetch(keys, values)
         out: mx.array = cache.attend(queries, scale=self._scale, mask=mask, sinks=None, **later)
         return out.reshape(-1, num_heads * dim)
+
+
+class _NoAttention:
+    """A cache whose attention gives the queries back."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.offset = mx.zeros((num_rows,), mx.int32)
+
+    def rotates(self, num_heads: int) -> bool:
+        del num_heads
+        return False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def attend(self, queries: mx.array, **_: Any) -> mx.array:
+        return mx.contiguous(queries)  # products take whole rows
 
 
 def _joined(*layers: nn.Linear) -> nn.Linear:

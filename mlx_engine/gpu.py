@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_engine.attention.fused import kernels_run_here
-from mlx_engine.attention.kernels.gemv import embed
+from mlx_engine.attention.kernels import texts
+from mlx_engine.attention.kernels.gemv import MAX_SKINNY_ROWS, embed
 from mlx_engine.attention.kernels.texts import MIN_SIZE
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTables
 from mlx_engine.linear import GATE_UP, QUERY_KEY_VALUE, fuse_projections
 from mlx_engine.modules import inner_first, replace_module
 
 logger = logging.getLogger(__name__)
+
+# Of products in 16 bits: what rounding makes of a layer is a tenth of it.
+_MOST_ERROR = 5e-2
 
 
 def blocks_run_here() -> bool:
@@ -41,6 +46,24 @@ class RowEmbedding(nn.Embedding):  # type: ignore[misc]
         return embed(self.weight, ids)
 
 
+def _skinny_is_right(block: FusedDecoderBlock) -> bool:
+    """Whether skinny_gemm runs on this GPU, and gives what MLX's products give; a warning if not."""
+    try:
+        error = block.skinny_error()
+        reason = f"a relative error of {error:.2g}"
+    except RuntimeError as failure:
+        # MLX's, with all that the compiler said.
+        error, reason = math.inf, str(failure)
+    if error < _MOST_ERROR:
+        return True
+    logger.warning(
+        "products of 2 to %d rows are slower: the kernel for them is wrong on this GPU (%s). Please report it",
+        MAX_SKINNY_ROWS,
+        reason,
+    )
+    return False
+
+
 def adapt_for_gpu(model: nn.Module) -> None:
     """Puts blocks of fewer kernels where the architecture allows it.
 
@@ -51,7 +74,11 @@ def adapt_for_gpu(model: nn.Module) -> None:
     blocks, tables = 0, RotaryTables()
     for name, module in inner_first(model):
         if blocks_run_here() and FusedDecoderBlock.takes(module):
-            replace_module(model, name, FusedDecoderBlock(module, tables))
+            block = FusedDecoderBlock(module, tables)
+            if blocks == 0 and block.takes_skinny and not _skinny_is_right(block):
+                texts.forgo_bulk_copies()
+                block.choose_products()
+            replace_module(model, name, block)
             blocks += 1
         elif blocks_run_here() and RowEmbedding.takes(module):
             replace_module(model, name, RowEmbedding(module))

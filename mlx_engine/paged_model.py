@@ -18,7 +18,7 @@ from mlx_engine.modules import replace_module
 from mlx_engine.types import LayerKVSpec
 
 _PROBE_TOKENS = 12
-_FEW = 2
+_FEWER = (1, 2)  # which may run through other code than more rows
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # How many times longer a multiplication takes in attention than in a linear layer: on a CPU the exponentials cost more
 # than the products (SmolLM2-135M on two cores: 5.3 times the time for a chunk of 512 after 5,500 tokens).
@@ -109,10 +109,10 @@ class PagedModel:
         """
         views = self._recording_views(len(tokens))
         try:
-            # A few rows may run through other code than more of them.
-            few = self(tokens[:_FEW], self._recording_views(_FEW), None)
-            got = self(tokens, views, None)
-            errors = [_relative_error(few, expected[:_FEW]), _relative_error(got, expected)]
+            errors = [
+                _relative_error(self(tokens[:few], self._recording_views(few), None), expected[:few]) for few in _FEWER
+            ]
+            errors.append(_relative_error(self(tokens, views, None), expected))
             error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
         # Whatever an architecture does with a cache that isn't mlx-lm's own ends here.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as reason:

@@ -10,8 +10,8 @@ from mlx_lm.models.activations import swiglu
 from mlx_engine.attention.kernels import texts
 from mlx_engine.types import cdiv
 
-# Rows up to which these products are worth their while: beyond, MLX's own are faster. Where skinny_gemm runs, gemv is for
-# a single row.
+# Rows up to which these products are worth their while: beyond, MLX's own are faster. Where skinny_gemm runs, gemv is
+# for a single row.
 MAX_GEMV_ROWS = 2
 MAX_SKINNY_ROWS = 8
 _WARPS = 8

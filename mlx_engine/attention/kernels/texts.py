@@ -125,7 +125,7 @@ def has_matrix_instructions() -> bool:
 
 def has_bulk_copies() -> bool:
     """Whether the default device copies lines into shared memory by itself: Hopper and what came after."""
-    return _compute_capability() >= _FIRST_WITH_BULK_COPIES
+    return _compute_capability() >= _FIRST_WITH_BULK_COPIES and "bulk copies" not in _FORGONE
 
 
 def has_warpgroup_instructions() -> bool:
@@ -136,6 +136,11 @@ def has_warpgroup_instructions() -> bool:
 def forgo_warpgroup_instructions() -> None:
     """From now on kernels of this process run without them."""
     _FORGONE.add("warpgroups")
+
+
+def forgo_bulk_copies() -> None:
+    """From now on kernels of this process run without them."""
+    _FORGONE.add("bulk copies")
 
 
 @functools.cache

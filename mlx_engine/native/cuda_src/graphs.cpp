@@ -239,9 +239,7 @@ class Recording {
   const bool overlap_;
   size_t num_overlapped_ = 0;
   CUgraphExec graph_ = nullptr;
-  bool overlaps_;
   size_t num_nodes_ = 0;
-  size_t num_early_starts_ = 0;
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
 };
 

@@ -45,6 +45,15 @@ def matrix_dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return "host"
 
 
+@pytest.fixture
+def bulk_dialect(matrix_dialect: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernels run that use bulk copies, too."""
+    if matrix_dialect == "gpu" and not texts.has_bulk_copies():
+        pytest.skip("needs a GPU with bulk copies")
+    monkeypatch.setattr(texts, "has_bulk_copies", lambda: True)
+    return matrix_dialect
+
+
 @pytest.fixture(params=["warp", "warpgroup"])
 def products(request: pytest.FixtureRequest, matrix_dialect: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whose matrix instructions multiply in the prefill kernel."""

@@ -70,6 +70,16 @@ def test_attention(dtype: mx.Dtype, head_dim: int, stored: mx.Dtype, options: di
         kernels.prefill(queries, pool, plan, ticket, scale=1.0, **options)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [2, 12])
+def test_products_of_a_few_rows(dtype: mx.Dtype, rows: int) -> None:
+    x, weight = mx.zeros((rows, 576), dtype), mx.zeros((64, 576), dtype)
+    gemv.skinny_gemm(x, weight, norm=gemv.Norm(x[0], 1e-5), bias=weight[:, 0])
+    gemv.skinny_gemm(x, weight, residual=x[:, :64])
+    x, weight = mx.zeros((rows, 8192), dtype), mx.zeros((64, 8192), dtype)
+    gemv.skinny_gemm(x, weight, norm=gemv.Norm(x[0], 1e-5), gated=True)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_what_is_around_it(dtype: mx.Dtype) -> None:
     x, weight = mx.zeros((2, 64), dtype), mx.zeros((64, 64), dtype)

@@ -15,7 +15,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from mlx_engine import decoder_block, gpu, paged_model
 from mlx_engine.attention.kernels import PagedKernels, texts
-from mlx_engine.attention.kernels.gemv import Rotation, rotate
+from mlx_engine.attention.kernels.gemv import Rotation, gemv, rotate
 from mlx_engine.config import EngineConfig
 from mlx_engine.decoder_block import FusedDecoderBlock, RotaryTable, RotaryTables
 from mlx_engine.engine import Engine
@@ -35,6 +35,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_WHOLE_CHUNKS = {"hidden_size": 64, "intermediate_size": 128}
 _SCALED = {"rope_type": "linear", "factor": 3.0}
 
 
@@ -64,7 +65,7 @@ def changed(name: str, **changes: Any) -> LoadedModel:
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Those that the probe finds: with 2 rows, which run through our products, then with 12, through MLX's."""
+    """Those that the probe finds: with 1 and 2 rows, which run through our products, then with 12, through MLX's."""
     found: list[float] = []
     original = paged_model._relative_error
 
@@ -93,8 +94,71 @@ def test_a_model_on_these_blocks_gives_its_own_logits(
     loaded = changed(name, num_hidden_layers=2, **changes)
     assert PagedModel(loaded, adapt_for_gpu).num_heads == (4, 4)
     assert len(blocks(loaded.model)) == 2
-    assert len(errors) == 2
+    assert len(errors) == 3
     assert max(errors) < limit
+
+
+@pytest.fixture
+def bulk_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that has them, until it forgoes them."""
+    monkeypatch.setattr(texts, "_FORGONE", set())
+    monkeypatch.setattr(texts, "_compute_capability", lambda: 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "limit"),
+    [
+        ("llama_bfloat16", {"rope_scaling": _LLAMA3, "attention_bias": True}, 3e-2),
+        ("llama_bfloat16", {"rope_scaling": _YARN}, 3e-2),  # rotated by MLX
+        ("qwen3_float16", {}, 4e-3),
+    ],
+)
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_few_rows_run_on_bulk_copies(
+    gpu_path_on_host: None,
+    bulk_copies: None,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: list[float],
+    name: str,
+    changes: dict[str, Any],
+    limit: float,
+    takes: bool,
+) -> None:
+    """The 2 rows of the probe, if all products of the block can; the one and the 12 don't. The check has 3 rows."""
+    if not takes:
+        monkeypatch.setattr(decoder_block, "skinny_gemm_takes", lambda weight: weight.shape != (64, 128))
+    used: list[int] = []
+    product = decoder_block.skinny_gemm
+    monkeypatch.setattr(decoder_block, "skinny_gemm", lambda x, *a, **o: (used.append(len(x)), product(x, *a, **o))[1])
+    PagedModel(changed(name, num_hidden_layers=2, **_WHOLE_CHUNKS, **changes), adapt_for_gpu)
+    assert len(errors) == 3
+    assert max(errors) < limit
+    assert used == ([3] * 4 + [2] * 8 if takes else [])
+
+
+def _wrong(x: mx.array, weight: mx.array, **options: Any) -> mx.array:
+    return gemv(x, weight, **options) * 1.2
+
+
+def _impossible(*_: Any, **__: Any) -> mx.array:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(("product", "said"), [(_wrong, "relative error"), (_impossible, "no such instruction")])
+def test_products_that_are_wrong_on_a_gpu_are_not_used(
+    gpu_path_on_host: None,
+    bulk_copies: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    product: Any,
+    said: str,
+) -> None:
+    monkeypatch.setattr(decoder_block, "skinny_gemm", product)
+    loaded = changed("llama_bfloat16", num_hidden_layers=2, **_WHOLE_CHUNKS)
+    PagedModel(loaded, adapt_for_gpu)
+    assert not texts.has_bulk_copies()
+    assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
+    assert [block.takes_skinny for block in blocks(loaded.model)] == [False, False]
 
 
 @pytest.mark.parametrize("broken", ["gemv", "rotate", "_add_product", "_inverse_frequencies"])
@@ -198,7 +262,7 @@ def test_embeddings_copy_rows_in_any_architecture(
     assert PagedModel(loaded, adapt_for_gpu).layers
     embeddings = [module for module in loaded.model.modules() if isinstance(module, nn.Embedding)]
     assert [type(module) for module in embeddings] == [RowEmbedding]
-    assert copied == [(12, 1)], "the probe of 12 tokens, and not the one of 2"
+    assert copied == [(12, 1)], "the probe of 12 tokens, and none of fewer"
 
 
 def test_embeddings_of_no_whole_pieces_are_left() -> None:

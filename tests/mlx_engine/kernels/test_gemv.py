@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -12,7 +14,17 @@ import pytest
 
 from mlx_engine.attention.kernels import gemv as gemv_module
 from mlx_engine.attention.kernels import reference, texts
-from mlx_engine.attention.kernels.gemv import Norm, Rotation, embed, gate, gemv, rotate
+from mlx_engine.attention.kernels.gemv import (
+    Norm,
+    Rotation,
+    SkinnyPlan,
+    embed,
+    gate,
+    gemv,
+    rotate,
+    skinny_gemm,
+    skinny_gemm_takes,
+)
 
 Array = npt.NDArray[Any]
 _EPS = 1e-5
@@ -27,7 +39,7 @@ class Case:
     rows: int
     depth: int
     columns: int
-    splits: int  # that such a product must get
+    splits: int = 1  # that gemv must make of it
     norm: bool = False
     bias: bool = False
     finish: Literal["none", "residual", "gated", "rotation"] = "none"
@@ -47,10 +59,66 @@ CASES = (
 )
 
 
+# Rows of one and two tiles; x held in registers, and read again for each set; more warps than chunks; several sets for
+# a threadgroup. With the plan's parts that are given.
+SKINNY_CASES: tuple[tuple[Case, dict[str, int]], ...] = (
+    (Case(mx.bfloat16, 3, 512, 96, norm=True, finish="gated"), {}),
+    (Case(mx.bfloat16, 8, 1024, 64, bias=True, finish="residual"), {}),
+    (Case(mx.float16, 12, 576, 96, norm=True), {}),
+    (Case(mx.float16, 5, 4096, 48, norm=True, bias=True), {"held": False}),
+    (Case(mx.bfloat16, 16, 2304, 160, finish="residual"), {"col_tiles": 2, "warps": 4, "stages": 3}),
+    (Case(mx.bfloat16, 2, 1024, 128, finish="gated"), {"col_tiles": 2, "warps": 4, "stages": 1}),
+)
+
+
+@pytest.mark.parametrize(("case", "given"), SKINNY_CASES, ids=str)
+def test_a_product_of_more_rows(
+    bulk_dialect: str, monkeypatch: pytest.MonkeyPatch, case: Case, given: dict[str, int]
+) -> None:
+    monkeypatch.setattr(gemv_module, "_SKINNY_GROUPS", 2)
+    plan = SkinnyPlan.of(case.rows, case.depth, **given)
+    _check(partial(skinny_gemm, plan=plan), case)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "takes"),
+    [
+        ((96, 64), mx.bfloat16, True),
+        ((96, 64), mx.float16, True),
+        ((96, 64), mx.float32, False),
+        ((72, 64), mx.bfloat16, False),  # no whole number of 16 columns
+        ((96, 96), mx.bfloat16, False),  # or of chunks
+    ],
+    ids=str,
+)
+def test_what_bulk_copies_take(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: mx.Dtype, takes: bool
+) -> None:
+    monkeypatch.setattr(texts, "has_bulk_copies", lambda: True)
+    assert skinny_gemm_takes(mx.zeros(shape, dtype)) == takes
+    monkeypatch.setattr(texts, "has_bulk_copies", lambda: False)
+    assert not skinny_gemm_takes(mx.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("depth", [576, 2048, 4096, 8192, 14336])
+def test_two_threadgroups_fit_a_multiprocessor(rows: int, depth: int) -> None:
+    plan = SkinnyPlan.of(rows, depth)
+    assert plan.ring_bytes > 48 << 10, "MLX asks for no more shared memory than that otherwise"
+    assert plan.ring_bytes < gemv_module._SHARED_BYTES
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_product_with_all_that_goes_around_it(dialect: str, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    rng = np.random.default_rng(0)
     templates = _noted_templates(monkeypatch)
+    _check(gemv, case)
+    if templates is not None:
+        assert [template["SPLITS"] for template in templates] == [case.splits]
+
+
+def _check(product: Callable[..., mx.array], case: Case) -> None:
+    """One of the products against float64."""
+    rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> mx.array:
         return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(case.dtype)
@@ -76,12 +144,10 @@ def test_a_product_with_all_that_goes_around_it(dialect: str, monkeypatch: pytes
         # All heads but the last one, as of values.
         rotation = _rotation(rng, case.rows, case.columns // (2 * _HALF) - 1)
         expected, options["rotation"] = _rotated(expected, rotation), rotation
-    got = gemv(x, weight, **options)
+    got = product(x, weight, **options)
     assert got.dtype == case.dtype
     assert got.shape == expected.shape
     assert reference.relative_error(got, expected) < reference.TOLERANCE[case.dtype]
-    if templates is not None:
-        assert [template["SPLITS"] for template in templates] == [case.splits]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
