@@ -17,6 +17,7 @@
 #define QUIRE_GROUP_Y int(blockIdx.y)
 #define QUIRE_GROUP_Z int(blockIdx.z)
 #define QUIRE_GROUPS_X int(gridDim.x)
+#define QUIRE_GROUPS_Z int(gridDim.z)
 // Integers in shared memory that all lanes may add to.
 #define QUIRE_COUNTER unsigned
 #define QUIRE_RESET(counter) (counter) = 0

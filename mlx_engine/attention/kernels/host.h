@@ -27,6 +27,7 @@
 #define QUIRE_GROUP_Y int(simt::place().group.y)
 #define QUIRE_GROUP_Z int(simt::place().group.z)
 #define QUIRE_GROUPS_X int(simt::place().groups.x)
+#define QUIRE_GROUPS_Z int(simt::place().groups.z)
 // Integers in shared memory that all lanes may add to. Lanes take turns.
 #define QUIRE_COUNTER uint32_t
 #define QUIRE_RESET(counter) (counter) = 0

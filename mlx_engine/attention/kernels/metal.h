@@ -15,6 +15,7 @@
 #define QUIRE_GROUP_Y int(quire_group.y)
 #define QUIRE_GROUP_Z int(quire_group.z)
 #define QUIRE_GROUPS_X int(quire_groups.x)
+#define QUIRE_GROUPS_Z int(quire_groups.z)
 // Integers in shared memory that all lanes may add to.
 #define QUIRE_COUNTER atomic_uint
 #define QUIRE_RESET(counter) atomic_store_explicit(&(counter), 0u, memory_order_relaxed)

@@ -240,7 +240,7 @@ class PagedKernels:
             ("ROTATED", rotation is not None),
         ]
         threads = 32 * warps
-        grid = (splits * threads, self.num_kv_heads * (group // heads), num_rows)
+        grid = (self.num_kv_heads * (group // heads) * threads, num_rows, splits)
         shape = (num_rows, self.num_heads, self.value_head_dim)
         if splits == 1:
             out: mx.array = texts.kernel(kernel)(
