@@ -269,7 +269,8 @@ def render(result: Mapping[str, Any]) -> str:
     if profile := result.get("profile"):
         rest = profile["step_ms"] - profile["busy_ms"]
         rows = [[each["name"], number(each["calls"], 1), number(each["us"], 1)] for each in profile["kernels"]]
-        rows.append(["the GPU waits", "", number(1e3 * rest, 1)])
+        # Kernels that start before the last one has ended are counted from then on, the time that they wait included.
+        rows.append(["the GPU waits" if rest >= 0 else "of it at the same time", "", number(1e3 * abs(rest), 1)])
         tables.append(
             f"{profile['arm']}, {profile['batch']} x {profile['context']:,}: {profile['step_ms']:.3f} ms a step\n\n"
             f"{markdown_table(['kernel', 'calls a step', 'us a step'], rows)}"

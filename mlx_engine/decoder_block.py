@@ -113,8 +113,7 @@ class FusedDecoderBlock(nn.Module):  # type: ignore[misc]
             self.set_rows(0, most)
             outs.append((self(x, None, _NoAttention(_CHECKED_ROWS)) - x).astype(mx.float32))
         self.set_rows(*rows)
-        error: float = (mx.linalg.norm(outs[1] - outs[0]) / mx.linalg.norm(outs[0])).item()
-        return error
+        return float(abs((mx.linalg.norm(outs[1] - outs[0]) / mx.linalg.norm(outs[0])).item()))
 
     def _product(self, num_rows: int) -> Callable[..., mx.array] | None:
         """What multiplies so many rows with a weight; None for MLX's own."""
