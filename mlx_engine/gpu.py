@@ -71,13 +71,15 @@ def adapt_for_gpu(model: nn.Module) -> None:
     projections. The weights are put together and the parts let go a module at a time: the memory for a second copy of
     them all may not be there.
     """
-    blocks, tables = 0, RotaryTables()
+    blocks, checked, tables = 0, False, RotaryTables()
     for name, module in inner_first(model):
         if blocks_run_here() and FusedDecoderBlock.takes(module):
             block = FusedDecoderBlock(module, tables)
-            if blocks == 0 and block.takes_skinny and not _skinny_is_right(block):
-                texts.forgo_bulk_copies()
-                block.choose_products()
+            if block.takes_skinny and not checked:
+                checked = True
+                if not _skinny_is_right(block):
+                    texts.forgo_bulk_copies()
+                    block.choose_products()
             replace_module(model, name, block)
             blocks += 1
         elif blocks_run_here() and RowEmbedding.takes(module):
