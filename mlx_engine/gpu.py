@@ -57,7 +57,7 @@ def _skinny_is_right(block: FusedDecoderBlock) -> bool:
     if error < _MOST_ERROR:
         return True
     logger.warning(
-        "products of 2 to %d rows are slower: the kernel for them is wrong on this GPU (%s). Please report it",
+        "products of 2 to %d rows are slower: the kernel for them doesn't work on this GPU (%s). Please report it",
         MAX_SKINNY_ROWS,
         reason,
     )

@@ -19,9 +19,11 @@ _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
 _THREADS = 128
-# Threadgroups of it, and the shared memory of each, so that two run on each multiprocessor of an H200.
+# Threadgroups of it, so that two run on each multiprocessor of an H200, and the shared memory of each: what GPUs give one
+# that have little. MLX asks for no more than the usual unless more than that is named at launch.
 _SKINNY_GROUPS = 264
-_SHARED_BYTES = 112 << 10
+_SHARED_BYTES = 96 << 10
+_UNUSUAL_BYTES = (48 << 10) + 16
 # Registers of a lane that x may take.
 _MOST_HELD = 64
 _MAX_STAGES = 8
@@ -145,8 +147,11 @@ def skinny_gemm(
     rows, depth = x.shape
     num_columns = weight.shape[0]
     plan = plan or SkinnyPlan.of(rows, depth)
+    if norm is not None and x.dtype == mx.float16:
+        # The kernel multiplies with the norm's weight before it knows the row's scale: float16 might not reach so far.
+        x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
     none = texts.constants()
-    out: mx.array = texts.kernel("skinny_gemm", plan.ring_bytes)(
+    out: mx.array = texts.kernel("skinny_gemm", max(plan.ring_bytes, _UNUSUAL_BYTES))(
         inputs=[
             x,
             weight,

@@ -144,6 +144,16 @@ def _impossible(*_: Any, **__: Any) -> mx.array:
     raise RuntimeError("no such instruction")
 
 
+def test_a_layer_that_adds_little_is_no_reason_to_forgo_them(gpu_path_on_host: None, bulk_copies: None) -> None:
+    """Rounding of what it adds to is no error of the products."""
+    loaded = changed("llama_bfloat16", num_hidden_layers=1, **_WHOLE_CHUNKS)
+    for linear in (loaded.model.layers[0].self_attn.o_proj, loaded.model.layers[0].mlp.down_proj):
+        linear.weight = linear.weight * 0.01
+    adapt_for_gpu(loaded.model)
+    assert texts.has_bulk_copies()
+    assert blocks(loaded.model)[0].skinny_error() < 0.02
+
+
 @pytest.mark.parametrize(("product", "said"), [(_wrong, "relative error"), (_impossible, "no such instruction")])
 def test_products_that_are_wrong_on_a_gpu_are_not_used(
     gpu_path_on_host: None,
