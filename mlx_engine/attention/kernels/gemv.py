@@ -19,8 +19,8 @@ _UNROLL = 4
 # Warps that keep a GPU busy: columns are split among several where there are fewer.
 _WANTED_WARPS = 8192
 _THREADS = 128
-# Threadgroups of it, so that two run on each multiprocessor of an H200, and the shared memory of each: what GPUs give one
-# that have little. MLX asks for no more than the usual unless more than that is named at launch.
+# Threadgroups of skinny_gemm, so that two run on each multiprocessor of an H200, and the shared memory of each: what
+# GPUs give one that have little. MLX asks for no more than the usual unless more than that is named at launch.
 _SKINNY_GROUPS = 264
 _SHARED_BYTES = 96 << 10
 _UNUSUAL_BYTES = (48 << 10) + 16
